@@ -1,0 +1,18 @@
+// Python view of the c10d communicator.
+#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "torch/c10d_communicator.h"
+
+namespace py = pybind11;
+
+void bind_c10d(py::module_& m) {
+  py::module_::import("torch._C._distributed_c10d");  // registers ProcessGroup
+  py::class_<tt::C10dCommunicator, tt::runtime::Communicator, std::shared_ptr<tt::C10dCommunicator>>(
+      m, "C10dCommunicator", "Collectives through two torch process groups of the same ranks: gathers and reductions.")
+      .def(py::init<tt::C10dCommunicator::Group, tt::C10dCommunicator::Group>(), py::arg("gathers"),
+           py::arg("reductions"));
+}

@@ -1,0 +1,343 @@
+#include "fsdp/reducer.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace tt::fsdp {
+namespace {
+
+bool test(const std::vector<std::uint64_t>& bits, std::size_t i) { return (bits[i / 64] >> (i % 64) & 1U) != 0; }
+void set(std::vector<std::uint64_t>& bits, std::size_t i) { bits[i / 64] |= std::uint64_t{1} << (i % 64); }
+bool any(const std::vector<std::uint64_t>& bits) {
+  return std::any_of(bits.begin(), bits.end(), [](std::uint64_t word) { return word != 0; });
+}
+void clear(std::vector<std::uint64_t>& bits) { std::fill(bits.begin(), bits.end(), 0); }
+
+}  // namespace
+
+Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& schedule, runtime::Communicator& comm,
+                 runtime::Device& device, EngineClient& client)
+    : plan_(plan),
+      arena_(arena),
+      schedule_(schedule),
+      comm_(comm),
+      device_(device),
+      client_(client),
+      buckets_(plan.buckets().size()),
+      slots_(arena.slots().size()),
+      index_in_bucket_(plan.params().size(), 0) {
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const auto& params = plan.buckets()[b].params;
+    buckets_[b].reported.assign((params.size() + 63) / 64, 0);
+    buckets_[b].unreduced_reported = buckets_[b].reported;
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      index_in_bucket_[static_cast<std::size_t>(params[i])] = i;
+    }
+  }
+  // The order in which a chain of units runs backward; buckets that fill up all through the backward come last.
+  for (const bool own_slots : {false, true}) {
+    for (std::size_t u = plan.units().size(); u-- > 0;) {
+      const auto& of_unit = plan.unit_buckets()[u];
+      for (auto b = of_unit.rbegin(); b != of_unit.rend(); ++b) {
+        if (is_reduced(spec(*b)) && (arena.own_slot(*b) >= 0) == own_slots) {
+          launch_order_.push_back(*b);
+        }
+      }
+    }
+  }
+}
+
+std::byte* Reducer::slot_memory(std::int32_t slot) const {
+  return comm_.reduce_memory() + arena_.slots()[static_cast<std::size_t>(slot)].offset;
+}
+
+DType Reducer::accumulate_dtype(std::int32_t bucket) const {
+  const DType wire = arena_.wire_dtype(bucket);
+  return size_of(wire) < 4 ? DType::kFloat32 : wire;
+}
+
+void Reducer::begin_round(bool reduce) {
+  TT_CHECK(!active_, "round ", round_, " is still in progress");
+  ++round_;
+  active_ = true;
+  reduce_ = reduce;
+  next_launch_ = 0;
+}
+
+bool Reducer::slot_is_free(std::int32_t slot) {
+  const auto& s = slots_[static_cast<std::size_t>(slot)];
+  return !s.taken && (s.bucket < 0 || comm_.contribution_is_free(static_cast<std::uint32_t>(s.bucket), s.round));
+}
+
+void Reducer::take_slot(std::int32_t bucket) {
+  const auto assign = [&](std::int32_t slot) {
+    slots_[static_cast<std::size_t>(slot)] = {true, bucket, round_};
+    state(bucket).slot = slot;
+  };
+  const std::int32_t own = arena_.own_slot(bucket);
+  if (own >= 0) {
+    // Its last use was in an earlier round, which ended with all ranks' sums under way.
+    const auto& s = slots_[static_cast<std::size_t>(own)];
+    if (s.bucket >= 0) {
+      comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
+    }
+    assign(own);
+    return;
+  }
+  for (;;) {
+    progress();
+    std::int32_t oldest = -1;
+    for (std::int32_t slot = arena_.rotating_slot_begin(); slot < arena_.rotating_slot_end(); ++slot) {
+      if (slot_is_free(slot)) {
+        assign(slot);
+        return;
+      }
+      const auto& s = slots_[static_cast<std::size_t>(slot)];
+      if (!s.taken && (oldest < 0 || s.round < slots_[static_cast<std::size_t>(oldest)].round)) {
+        oldest = slot;
+      }
+    }
+    if (oldest >= 0) {  // summed here; all ranks have launched it and will read it at their next step into the engine
+      const auto& s = slots_[static_cast<std::size_t>(oldest)];
+      comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
+      continue;
+    }
+    if (!launched_.empty() &&
+        comm_.wait_reduce_ready_or_stuck(static_cast<std::uint32_t>(launched_.front()), round_)) {
+      continue;
+    }
+    // All slots fill, or a rank that is blocked itself has not launched the oldest: waiting could be a deadlock.
+    if (!overflow_logged_) {
+      overflow_logged_ = true;
+      client_.log(str("gradients of more buckets than foreseen are alive at once in the backward of unit '",
+                      plan_.units()[static_cast<std::size_t>(spec(bucket).unit)].name,
+                      "'; extra reduce memory is used from now on (said once)"));
+    }
+    const std::int32_t overflow = arena_.overflow_slot(bucket);
+    const auto& s = slots_[static_cast<std::size_t>(overflow)];
+    if (s.bucket >= 0) {
+      comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
+    }
+    assign(overflow);
+    return;
+  }
+}
+
+GradientDestination Reducer::destination(std::int32_t param) {
+  TT_CHECK(active_, "gradient of '", plan_.params()[static_cast<std::size_t>(param)].name, "' outside a backward pass");
+  const auto& placement = plan_.placement(param);
+  const std::int32_t bucket = placement.bucket;
+  auto& b = state(bucket);
+  const std::size_t i = index_in_bucket(param);
+  const auto offset = static_cast<std::size_t>(placement.offset);
+  if (!reduce_) {
+    const DType dtype = accumulate_dtype(bucket);
+    if (b.unreduced == nullptr) {
+      b.unreduced = client_.allocate(static_cast<std::size_t>(plan_.bucket_numel(bucket)) * size_of(dtype));
+    }
+    return {b.unreduced + offset * size_of(dtype), dtype, test(b.unreduced_reported, i)};
+  }
+  if (b.state != State::kIdle && b.state != State::kFilling && b.state != State::kComplete) {
+    throw Error(str("not supported: parameter '", plan_.params()[static_cast<std::size_t>(param)].name,
+                    "' received another gradient after its bucket was reduced in the same backward pass. A module that is "
+                    "used twice under re-entrant activation checkpointing does this: pass use_reentrant=False"));
+  }
+  if (b.slot < 0) {
+    take_slot(bucket);
+    b.state = State::kFilling;
+  }
+  const DType wire = arena_.wire_dtype(bucket);
+  return {slot_memory(b.slot) + offset * size_of(wire), wire, test(b.reported, i)};
+}
+
+bool Reducer::gradient_ready(std::int32_t param) {
+  const std::int32_t bucket = plan_.placement(param).bucket;
+  auto& b = state(bucket);
+  const std::size_t i = index_in_bucket(param);
+  if (!reduce_) {
+    set(b.unreduced_reported, i);
+  }
+  if (!test(b.reported, i)) {
+    set(b.reported, i);
+    ++b.num_reported;
+  }
+  const bool complete = static_cast<std::size_t>(b.num_reported) == spec(bucket).params.size();
+  if (reduce_ && complete && b.state == State::kFilling) {
+    b.state = State::kComplete;
+    if (comm_.needs_fixed_order()) {
+      launch_in_order();
+    } else {
+      launch(bucket);
+    }
+    progress();
+  }
+  return complete && unit_complete(spec(bucket).unit);
+}
+
+bool Reducer::unit_complete(std::int32_t unit) const {
+  const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(unit)];
+  return std::all_of(of_unit.begin(), of_unit.end(), [&](std::int32_t b) {
+    return !is_reduced(spec(b)) || static_cast<std::size_t>(state(b).num_reported) == spec(b).params.size();
+  });
+}
+
+void Reducer::launch_in_order() {
+  while (next_launch_ < launch_order_.size() && state(launch_order_[next_launch_]).state == State::kComplete) {
+    launch(launch_order_[next_launch_]);
+    ++next_launch_;
+  }
+}
+
+// Adds what was accumulated without reduction; parameters without a gradient here count as zeros.
+void Reducer::fill_gaps(std::int32_t bucket) {
+  auto& b = state(bucket);
+  const DType wire = arena_.wire_dtype(bucket);
+  const bool unreduced = any(b.unreduced_reported);
+  const auto& params = spec(bucket).params;
+  if (b.slot < 0 && unreduced) {
+    take_slot(bucket);
+  }
+  if (b.slot < 0) {
+    return;
+  }
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    const auto& placement = plan_.placement(params[i]);
+    const auto offset = static_cast<std::size_t>(placement.offset);
+    const auto numel = static_cast<std::size_t>(placement.numel);
+    std::byte* where = slot_memory(b.slot) + offset * size_of(wire);
+    if (unreduced && test(b.unreduced_reported, i)) {
+      const DType dtype = accumulate_dtype(bucket);
+      const std::byte* held = b.unreduced + offset * size_of(dtype);
+      if (test(b.reported, i)) {
+        device_.add(where, wire, held, dtype, numel);
+      } else {
+        device_.cast(where, wire, held, dtype, numel);
+        set(b.reported, i);
+        ++b.num_reported;
+      }
+    } else if (!test(b.reported, i)) {
+      device_.zero(where, numel * size_of(wire));
+    }
+  }
+  clear(b.unreduced_reported);
+}
+
+void Reducer::launch(std::int32_t bucket) {
+  fill_gaps(bucket);
+  auto& b = state(bucket);
+  runtime::Contribution contribution;
+  contribution.bucket = static_cast<std::uint32_t>(bucket);
+  contribution.round = round_;
+  contribution.offset = b.slot >= 0 ? arena_.slots()[static_cast<std::size_t>(b.slot)].offset : runtime::kNoGradient;
+  contribution.shard_numel = static_cast<std::size_t>(spec(bucket).shard_numel);
+  contribution.wire = arena_.wire_dtype(bucket);
+  contribution.reported = b.reported;
+  comm_.launch_reduce(contribution);
+  b.state = State::kLaunched;
+  launched_.push_back(bucket);
+}
+
+void Reducer::progress() {
+  // Any that is ready, not just the oldest: ranks may differ in which parameters report.
+  for (std::size_t i = 0; i < launched_.size();) {
+    const std::int32_t bucket = launched_[i];
+    if (comm_.reduce_is_ready(static_cast<std::uint32_t>(bucket), round_)) {
+      launched_.erase(launched_.begin() + static_cast<std::ptrdiff_t>(i));
+      sum(bucket);
+    } else {
+      ++i;
+    }
+  }
+}
+
+void Reducer::sum(std::int32_t bucket) {
+  auto& b = state(bucket);
+  const auto id = static_cast<std::uint32_t>(bucket);
+  const auto anywhere = comm_.reported_anywhere(id, round_);
+  if (any(anywhere)) {
+    const auto segments = comm_.my_segment_everywhere(id, round_);
+    std::vector<const std::byte*> sources(segments.size());
+    const DType master = spec(bucket).master_dtype;
+    runtime::SumSpec how;
+    how.wire = arena_.wire_dtype(bucket);
+    how.result = master;
+    how.round_to = schedule_.has_reduce_dtype ? schedule_.reduce_dtype : spec(bucket).param_dtype;
+    if (size_of(how.round_to) >= size_of(master)) {
+      how.round_to = master;
+    }
+    how.divisor = plan_.world_size();
+    std::byte* shard = client_.gradient_shard(bucket);
+    const auto& params = spec(bucket).params;
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      if (!test(anywhere, i)) {
+        continue;
+      }
+      const Piece piece = plan_.piece(params[i], comm_.rank());
+      how.accumulate = client_.has_gradient(params[i]);
+      if (piece.numel > 0) {
+        const auto start = static_cast<std::size_t>(piece.shard_offset);
+        for (std::size_t r = 0; r < segments.size(); ++r) {
+          sources[r] = segments[r] == nullptr ? nullptr : segments[r] + start * size_of(how.wire);
+        }
+        device_.sum(shard + start * size_of(master), sources, static_cast<std::size_t>(piece.numel), how);
+      }
+      client_.gradient_written(params[i]);
+    }
+  }
+  comm_.finish_reduce(id, round_);
+  if (b.slot >= 0) {
+    slots_[static_cast<std::size_t>(b.slot)].taken = false;
+  }
+  b.state = State::kSummed;
+}
+
+void Reducer::reset_round() {
+  for (auto& b : buckets_) {
+    if (b.slot >= 0) {
+      slots_[static_cast<std::size_t>(b.slot)].taken = false;
+    }
+    b.state = State::kIdle;
+    b.slot = -1;
+    b.num_reported = 0;
+    clear(b.reported);
+  }
+  launched_.clear();
+  active_ = false;
+}
+
+void Reducer::end_round() {
+  if (reduce_) {
+    for (const std::int32_t bucket : launch_order_) {
+      const State s = state(bucket).state;
+      if (s == State::kIdle || s == State::kFilling || s == State::kComplete) {
+        launch(bucket);
+      }
+    }
+    comm_.close_round(round_);
+    progress();
+    while (!launched_.empty()) {
+      comm_.wait_reduce_ready(static_cast<std::uint32_t>(launched_.front()), round_);
+      progress();
+    }
+  }
+  reset_round();
+}
+
+void Reducer::abort_round() {
+  if (!active_) {
+    return;
+  }
+  for (auto& s : slots_) {
+    if (s.taken) {
+      // What was filled or published in this round is void; nobody waits for it.
+      s.bucket = -1;
+    }
+  }
+  for (auto& b : buckets_) {
+    clear(b.unreduced_reported);
+  }
+  reset_round();
+}
+
+}  // namespace tt::fsdp

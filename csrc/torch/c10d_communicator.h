@@ -1,0 +1,92 @@
+// Collectives through a torch process group: the fallback for ranks that do not share memory.
+//
+// Reductions travel as an all-to-all in the wire dtype; each rank adds what it received in the sum dtype itself. Gathers and
+// reductions use groups of their own, since ranks may interleave the two differently.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "runtime/communicator.h"
+
+namespace tt {
+
+class C10dCommunicator final : public runtime::Communicator {
+ public:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  C10dCommunicator(Group gathers, Group reductions);
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  const char* name() const override { return "c10d"; }
+
+  void allocate(const runtime::MemoryLayout& layout) override;
+  std::byte* gather_memory() override;
+  std::byte* reduce_memory() override;
+
+  bool place_is_free(std::uint32_t place) override;
+  void wait_place_free(std::uint32_t place) override;
+  void launch_gather(std::uint32_t place, const runtime::Tag& tag, std::span<const runtime::Segments> buckets) override;
+  void wait_gather(std::uint32_t place, const runtime::Tag& tag) override;
+  void release(std::uint32_t place) override;
+
+  bool needs_fixed_order() const override { return true; }
+  void launch_reduce(const runtime::Contribution& contribution) override;
+  void close_round(std::uint64_t round) override;
+  bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) override;
+  void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) override;
+  bool wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) override;
+  std::vector<std::uint64_t> reported_anywhere(std::uint32_t bucket, std::uint64_t round) override;
+  std::vector<const std::byte*> my_segment_everywhere(std::uint32_t bucket, std::uint64_t round) override;
+  void finish_reduce(std::uint32_t bucket, std::uint64_t round) override;
+  bool contribution_is_free(std::uint32_t bucket, std::uint64_t round) override;
+  void wait_contribution_free(std::uint32_t bucket, std::uint64_t round) override;
+
+  void set_progress(std::function<void()> progress) override { progress_ = std::move(progress); }
+  // Peers see this rank's sockets close when it exits; there is no other channel to tell them.
+  void fail(const std::string& why) noexcept override { static_cast<void>(why); }
+
+ private:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+
+  struct Gather {
+    std::vector<Work> works;
+    at::Tensor tags;  // (2 * N,) int64: unit, sequence
+  };
+
+  struct Reduction {
+    std::uint64_t round = 0;
+    bool launched = false;  // or known to be empty
+    std::vector<Work> works;
+    at::Tensor received;  // (N * shard bytes,) uint8; undefined if no rank has a gradient
+    at::Tensor reported;  // (parameters,) uint8
+    std::size_t shard_bytes = 0;
+  };
+
+  void wait(Work& work, const std::string& what);
+  void start(const runtime::Contribution& contribution);
+  at::Tensor take_buffer(std::int64_t bytes);
+  Reduction& reduction(std::uint32_t bucket, std::uint64_t round);
+  std::string describe(const runtime::Tag& tag) const;
+
+  Group gathers_;
+  Group reductions_;
+  int rank_;
+  int size_;
+  runtime::MemoryLayout layout_;
+  at::Tensor gather_memory_;
+  at::Tensor reduce_memory_;
+  std::map<std::uint32_t, Gather> pending_gathers_;  // by place
+  std::vector<Reduction> reduction_of_;              // by bucket
+  std::vector<runtime::Contribution> held_back_;     // from the first one without a gradient here until close_round
+  std::multimap<std::int64_t, at::Tensor> free_buffers_;
+  std::function<void()> progress_;
+};
+
+}  // namespace tt

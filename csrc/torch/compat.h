@@ -1,0 +1,55 @@
+// Every libtorch call that is not stable API, in one place. Written for torch 2.13.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace tt::torch_compat {
+
+using GradientNode = c10::intrusive_ptr<torch::autograd::Node>;
+
+// Points a storage at memory that it does not own.
+inline void seat(c10::StorageImpl& storage, void* where) {
+  storage.set_data_ptr_noswap(c10::DataPtr(where, storage.device()));
+  storage.clear_data_ptr_access_error_msg_();
+}
+
+// Leaves a storage without memory; any access raises RuntimeError(message).
+inline void unseat(c10::StorageImpl& storage, const std::string& message) {
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+// Makes `node` the gradient accumulator of a leaf. The leaf keeps a weak reference only.
+inline void set_gradient_accumulator(const at::Tensor& leaf, const GradientNode& node) {
+  torch::autograd::impl::set_grad_accumulator(leaf, c10::weak_intrusive_ptr<torch::autograd::Node>(node));
+}
+
+// The hook that register_post_accumulate_grad_hook installed, if any.
+inline void run_post_accumulate_hooks(const at::Tensor& leaf) {
+  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(leaf);
+  if (hook != nullptr) {
+    (*hook)(leaf);
+  }
+}
+
+inline void add_pre_hook(torch::autograd::Node& node, std::unique_ptr<torch::autograd::FunctionPreHook> hook) {
+  node.add_pre_hook(std::move(hook));
+}
+
+// Runs `callback` when the backward pass in progress is through.
+inline void at_end_of_backward(std::function<void()> callback) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+}
+
+}  // namespace tt::torch_compat

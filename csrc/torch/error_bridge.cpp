@@ -1,0 +1,10 @@
+#include "torch/error_bridge.h"
+
+namespace tt {
+
+PyObject*& peer_error_type() {
+  static PyObject* type = nullptr;
+  return type;
+}
+
+}  // namespace tt

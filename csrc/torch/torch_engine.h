@@ -1,0 +1,87 @@
+// The FSDP engine under torch: owns shards and gradients as tensors, seats gathered parameters, hooks into autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/engine.h"
+#include "runtime/communicator.h"
+#include "runtime/device.h"
+#include "torch/bucket_storage.h"
+#include "torch/compat.h"
+
+namespace tt {
+
+// What the engine tells the Python module tree. May be called from autograd's thread, without the GIL.
+struct EngineCallbacks {
+  std::function<void(std::int32_t unit, bool gathered)> expose;
+  std::function<void(const std::string& message)> log;
+  std::function<void()> check_signals;  // throws on Ctrl-C
+};
+
+class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_this<TorchEngine> {
+ public:
+  TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp::Schedule& schedule,
+              std::shared_ptr<runtime::Communicator> comm, std::shared_ptr<runtime::Device> device,
+              EngineCallbacks callbacks);
+  ~TorchEngine() override;
+  TorchEngine(const TorchEngine&) = delete;
+  TorchEngine& operator=(const TorchEngine&) = delete;
+
+  // My shard of a bucket in its master dtype, shape (S,); the optimizer's pieces are views of it.
+  at::Tensor master(std::int32_t bucket) const { return masters_[static_cast<std::size_t>(bucket)]; }
+  // The full parameter, a view of the arena while its unit is gathered.
+  at::Tensor gathered_view(std::int32_t param, const std::vector<std::int64_t>& sizes, c10::ScalarType dtype) const;
+  // Connects the leaf that stands in the module during forward with the leaf that the optimizer sees.
+  void bind(std::int32_t param, const at::Tensor& gathered, const at::Tensor& sharded);
+
+  fsdp::Engine& engine() { return *engine_; }
+  const fsdp::ShardPlan& plan() const { return *plan_; }
+  const runtime::Communicator& communicator() const { return *comm_; }
+
+  // Calls before_backward(unit) when a backward pass reaches any of these outputs of the unit.
+  void hook_outputs(std::int32_t unit, const std::vector<at::Tensor>& outputs);
+  // A gradient arrived for a gathered leaf.
+  void accumulate(std::int32_t param, const at::Tensor& gradient);
+  // After an exception; frees everything.
+  void abort();
+
+  // EngineClient
+  void seat(std::int32_t bucket, std::byte* where) override;
+  void unseat(std::int32_t bucket) override;
+  void expose(std::int32_t unit, bool gathered) override { callbacks_.expose(unit, gathered); }
+  const std::byte* master_shard(std::int32_t bucket) override;
+  std::byte* gradient_shard(std::int32_t bucket) override;
+  bool has_gradient(std::int32_t param) override;
+  void gradient_written(std::int32_t param) override;
+  std::byte* allocate(std::size_t bytes) override;
+  void backward_began() override;
+  void log(const std::string& message) override { callbacks_.log(message); }
+
+ private:
+  struct Param {
+    at::Tensor gathered;       // (*shape), param_dtype, leaf
+    at::Tensor sharded;        // (rows, *shape[1:]), master dtype, leaf
+    at::Tensor gradient_view;  // sharded's shape, in the bucket's gradient shard
+    torch_compat::GradientNode sink;
+    std::uint32_t seated_version = 0;
+  };
+
+  std::shared_ptr<const fsdp::ShardPlan> plan_;
+  std::shared_ptr<runtime::Communicator> comm_;
+  std::shared_ptr<runtime::Device> device_;
+  EngineCallbacks callbacks_;
+  std::vector<BucketStorage> storages_;
+  std::vector<at::Tensor> masters_;    // per bucket, (S,)
+  std::vector<at::Tensor> gradients_;  // per bucket, (S,), made at first use
+  std::vector<at::Tensor> extra_;
+  std::vector<Param> params_;
+  std::unique_ptr<fsdp::Engine> engine_;
+};
+
+}  // namespace tt

@@ -1,0 +1,8 @@
+"""Text to token files: ``python prepare_data.py --input corpus.txt --output train.jsonl --tokenizer byte``."""
+
+import sys
+
+from torchtitan_npu.data.prepare import main
+
+if __name__ == "__main__":
+    sys.exit(main())

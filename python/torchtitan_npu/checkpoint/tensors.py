@@ -1,0 +1,67 @@
+"""The tensors of a run by name, as they stand in a checkpoint.
+
+``model.<parameter>`` and ``optimizer.<parameter>.<state>``: flat names, independent of the strategy and the world size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+
+
+def initialize_adamw_state(optimizer: torch.optim.AdamW) -> None:
+    """Give every parameter the state that AdamW would create at its first step.
+
+    Memory then does not grow at step 1, and a checkpoint can be loaded into an optimizer that has not stepped.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> dict[str, Any]:
+    """All tensors of the run, as aliases: loading into them changes the run.
+
+    Args:
+        model: the model that names the parameters (under DDP, the wrapped module).
+        optimizer: its state must be initialised.
+        sharded: the model was wrapped by FSDP; the tensors are then this rank's pieces.
+    """
+    if sharded:
+        from torchtitan_npu.fsdp import optimizer_state_dict
+
+        states = optimizer_state_dict(model, optimizer)["state"]
+    else:
+        states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    flat: dict[str, Any] = {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    for name, state in states.items():
+        for key, value in state.items():
+            flat[f"{_OPTIMIZER}{name}.{key}"] = value
+    return flat
+
+
+def distribute(tensors: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
+    """Take back what ``collect`` gave, after a checkpoint has been loaded into it."""
+    model.load_state_dict({name[len(_MODEL) :]: t for name, t in tensors.items() if name.startswith(_MODEL)})
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(_OPTIMIZER):
+            parameter, _, key = name[len(_OPTIMIZER) :].rpartition(".")
+            states.setdefault(parameter, {})[key] = tensor
+    if sharded:
+        from torchtitan_npu.fsdp import load_optimizer_state_dict, optimizer_state_dict
+
+        # Groups come from the configuration of this run, not from the checkpoint.
+        groups = optimizer_state_dict(model, optimizer)["param_groups"]
+        load_optimizer_state_dict(model, optimizer, {"state": states, "param_groups": groups})
+    # Unsharded states are the optimizer's own tensors, and were loaded in place.

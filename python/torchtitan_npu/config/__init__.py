@@ -1,0 +1,30 @@
+"""Configuration: one dataclass per YAML section; load, override, validate. Needs neither torch nor the native core."""
+
+from __future__ import annotations
+
+from .errors import ConfigError, Problem
+from .load import config_from_dict, load_config, to_dict
+from .presets import PRESETS, preset
+from .run_args import RunArgs
+from .schema import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from .world import Degrees, configured_world_size, validate_world
+
+__all__ = [
+    "PRESETS",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "Degrees",
+    "ModelConfig",
+    "ParallelConfig",
+    "Problem",
+    "RunArgs",
+    "TrainingConfig",
+    "config_from_dict",
+    "configured_world_size",
+    "load_config",
+    "preset",
+    "to_dict",
+    "validate_world",
+]

@@ -1,0 +1,119 @@
+"""Rules between keys. Ranges of single keys are in the types (:mod:`.bounds`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``holds(value of key, values of others…)`` must be true; checked where all of them have valid values."""
+
+    key: str
+    """The key the problem is reported under."""
+    others: tuple[str, ...]
+    holds: Callable[..., bool]
+    text: str
+    """The rule, so that "<key> <text>" reads as a sentence."""
+    way_out: str
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A legal combination that the user should know about; ``text`` is formatted with the values in key order."""
+
+    keys: tuple[str, ...]
+    applies: Callable[..., bool]
+    text: str
+
+
+def _divides(divisor: int, *numbers: int) -> bool:
+    return all(number % divisor == 0 for number in numbers)
+
+
+def _even_head_width(n_heads: int, dim: int) -> bool:
+    return dim % n_heads != 0 or (dim // n_heads) % 2 == 0
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("model.n_heads", ("model.dim",), _divides, "must divide model.dim", "change one of them"),
+    Rule(
+        "model.n_heads",
+        ("model.dim",),
+        _even_head_width,
+        "must leave heads of even width (model.dim / model.n_heads; the rotary embedding turns pairs)",
+        "change one of them",
+    ),
+    Rule("model.n_kv_heads", ("model.n_heads",), _divides, "must divide model.n_heads", "set both to match"),
+    Rule(
+        "training.seq_len",
+        ("model.max_seq_len",),
+        lambda seq_len, longest: seq_len <= longest,
+        "must be <= model.max_seq_len",
+        "lower training.seq_len or raise model.max_seq_len",
+    ),
+    Rule(
+        "training.min_lr",
+        ("training.learning_rate",),
+        lambda minimum, peak: minimum <= peak,
+        "must be <= training.learning_rate",
+        "lower training.min_lr",
+    ),
+    Rule(
+        "parallel.tp_degree",
+        ("model.n_heads", "model.n_kv_heads", "model.ffn_dim", "model.vocab_size"),
+        _divides,
+        "must divide model.n_heads, model.n_kv_heads, model.ffn_dim and model.vocab_size",
+        "choose a common divisor",
+    ),
+    Rule(
+        "parallel.reduce_dtype",
+        ("parallel.strategy",),
+        lambda dtype, strategy: dtype == "fp32" or strategy != "ddp",
+        "must be fp32 where parallel.strategy is ddp",
+        "set parallel.reduce_dtype to fp32 or parallel.strategy to fsdp",
+    ),
+    Rule(
+        "data.append_eos",
+        ("data.eos_id",),
+        lambda append, eos_id: not append or eos_id is not None,
+        "needs data.eos_id",
+        "set data.eos_id to the tokenizer's end-of-text id, or prepare the data with --eos",
+    ),
+    Rule(
+        "data.eos_id",
+        ("model.vocab_size",),
+        lambda eos_id, vocab_size: eos_id is None or eos_id < vocab_size,
+        "must be < model.vocab_size",
+        "check the tokenizer's end-of-text id",
+    ),
+)
+
+HINTS: tuple[Hint, ...] = (
+    Hint(
+        ("model.use_flash_attention", "training.seq_len"),
+        lambda flash, seq_len: not flash and seq_len >= 2048,
+        "model.use_flash_attention is {} with training.seq_len {}: true saves memory and time",
+    ),
+    Hint(
+        ("parallel.strategy", "parallel.reshard_after_forward"),
+        lambda strategy, reshard: strategy == "ddp" and reshard is not None,
+        "parallel.strategy is {}, so parallel.reshard_after_forward {} has no effect",
+    ),
+    Hint(  # no error: a short trial of a long run's file is common
+        ("training.warmup_steps", "training.max_steps"),
+        lambda warmup, steps: warmup > steps,
+        "training.warmup_steps is {}, so training.max_steps {} ends before the learning rate reaches its peak",
+    ),
+    Hint(
+        ("training.lr_schedule", "training.min_lr"),
+        lambda schedule, minimum: schedule == "constant" and minimum > 0,
+        "training.lr_schedule is {}, so training.min_lr {} has no effect",
+    ),
+    Hint(
+        ("data.append_eos", "data.eos_id"),
+        lambda append, eos_id: not append and eos_id is not None,
+        "data.append_eos is {}, so data.eos_id {} has no effect",
+    ),
+)

@@ -1,0 +1,155 @@
+"""The YAML's sections as dataclasses: field names are the YAML's keys, a docstring under each says what it means.
+
+Types carry ranges (:mod:`.bounds`); rules between keys are in :mod:`.rules`. A field without a default is required,
+unless its metadata names where the value comes from when the YAML leaves it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .bounds import DegreeOrRest, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+DEFAULT_FROM = "default_from"
+PRESET = "preset"
+
+_FROM_PRESET = {DEFAULT_FROM: PRESET}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The section ``model``: a preset by name, and what differs from it."""
+
+    name: str
+    """The preset: llama3_7b, llama3_8b, llama3_13b, llama3_70b or llama3_debug."""
+    dim: PositiveInt = field(metadata=_FROM_PRESET)
+    """Width of the residual stream."""
+    n_layers: PositiveInt = field(metadata=_FROM_PRESET)
+    """Number of transformer blocks."""
+    n_heads: PositiveInt = field(metadata=_FROM_PRESET)
+    """Number of query heads; a head's width is `dim / n_heads`."""
+    n_kv_heads: PositiveInt = field(metadata=_FROM_PRESET)
+    """Number of key/value heads; fewer than `n_heads` is grouped-query attention."""
+    ffn_dim: PositiveInt = field(metadata=_FROM_PRESET)
+    """Hidden width of the feed-forward network (SwiGLU)."""
+    vocab_size: PositiveInt = field(metadata=_FROM_PRESET)
+    """Number of token ids; at least 1 + the largest id in the data."""
+    max_seq_len: PositiveInt = field(metadata=_FROM_PRESET)
+    """Longest sequence the model is built for, in tokens."""
+    rope_theta: PositiveFloat = field(metadata=_FROM_PRESET)
+    """Base of the rotary position embedding."""
+    norm_eps: PositiveFloat = field(metadata=_FROM_PRESET)
+    """Epsilon of the RMS norms."""
+    tie_embeddings: bool = field(metadata=_FROM_PRESET)
+    """Whether the output projection is the token embedding's own tensor."""
+    use_flash_attention: bool = False
+    """Fused attention; the same result as the plain path within tolerance, with less memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """The section ``training.checkpoint``: when to save, and how much to keep."""
+
+    async_save: bool = False
+    """Save in the background."""
+    save_interval: NonNegativeInt = 500
+    """Optimizer steps between saves; 0 saves only at the end."""
+    save_interval_minutes: NonNegativeFloat = 0.0
+    """Also save when this many minutes have passed; 0 is off."""
+    max_keep: NonNegativeInt = 3
+    """How many complete checkpoints stay on disk; 0 keeps all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The section ``training``: batch, optimizer, schedule, and the run's length."""
+
+    batch_size: PositiveInt = 1
+    """Sequences per card and micro-batch."""
+    seq_len: PositiveInt = field(metadata={DEFAULT_FROM: "model.max_seq_len"})
+    """Tokens per sequence."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-batches per optimizer step. Global batch = batch_size x data-parallel degree x this, in sequences."""
+    learning_rate: PositiveFloat
+    """Peak learning rate of AdamW."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at which the schedule ends."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay from `learning_rate` to `min_lr` after the warm-up; constant does not decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises linearly."""
+    weight_decay: NonNegativeFloat = 0.1
+    """AdamW's weight decay; never on norms, biases and other 1-D parameters."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global 2-norm; null is off."""
+    max_steps: PositiveInt
+    """Length of the run in optimizer steps."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights and of the data's order."""
+    deterministic: bool = False
+    """Use PyTorch's deterministic algorithms; an operator without one is an error."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in backward instead of keeping them."""
+    log_interval: PositiveInt = 10
+    """Optimizer steps between log lines; step 1 is always logged."""
+    resume: str = "auto"
+    """auto continues from the newest complete checkpoint, none starts afresh, anything else is a checkpoint's path."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When to save, and how much to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The section ``parallel``: how ranks share the work, and in which number formats."""
+
+    dp_degree: DegreeOrRest = -1
+    """Data-parallel degree; -1 is the ranks that the other degrees leave."""
+    tp_degree: PositiveInt = 1
+    """Tensor-parallel degree."""
+    strategy: Literal["fsdp", "ddp", "hsdp"] = "fsdp"
+    """fsdp shards parameters, gradients and optimizer; ddp replicates them; hsdp shards inside each group of ranks."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Number format of compute and of the gathered parameters; the master copy stays fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which gradients are summed over ranks."""
+    reshard_after_forward: bool | None = None
+    """Free gathered parameters after each forward; null frees all but the root unit's."""
+    bucket_cap_mb: PositiveFloat | None = 25.0
+    """Largest collective in MiB of `dtype`; null is one bucket per unit. Speed and memory only, never numerics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The section ``data``: how documents become samples."""
+
+    pack: bool = True
+    """Join documents into full sequences; false gives each sample one document, padded."""
+    append_eos: bool = False
+    """Put `eos_id` after every document; for data that was prepared without it."""
+    eos_id: NonNegativeInt | None = None
+    """The token id that `append_eos` appends."""
+    document_mask: bool = False
+    """Keep attention inside a document when several share a sequence."""
+    shuffle: bool = True
+    """Shuffle the documents, anew each epoch, by `training.seed`."""
+    num_workers: NonNegativeInt = 0
+    """Processes that load data ahead of the training loop; 0 loads in the training process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run's configuration, checked and complete: presets and defaults are filled in."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    preset_overrides: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Keys whose value differs from the preset's: ``{"model.dim": (preset's value, value used)}``."""
+    warnings: list[str] = field(default_factory=list)
+    """What the user should know before the run starts, one line each; the command line logs them."""
+    source: str = field(default="configuration", compare=False)
+    """The file's name, for messages."""

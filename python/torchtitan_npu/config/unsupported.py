@@ -1,0 +1,39 @@
+"""Settings whose feature does not exist yet. Whoever builds one deletes its row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A key, the values of it that cannot be honoured, and what to do instead."""
+
+    key: str
+    values: str
+    """The values in words, for the documentation."""
+    matches: Callable[[Any], bool]
+    way_out: str
+
+
+REFUSED: tuple[Unsupported, ...] = (
+    Unsupported("parallel.tp_degree", "> 1", lambda degree: degree > 1, "set it to 1"),
+    Unsupported("parallel.strategy", "hsdp", lambda strategy: strategy == "hsdp", "use fsdp or ddp"),
+    Unsupported("parallel.dtype", "fp16", lambda dtype: dtype == "fp16", "use bf16, which needs no loss scaling"),
+    Unsupported(
+        "training.activation_checkpointing", "true, selective", lambda mode: mode is not False, "set it to false"
+    ),
+    Unsupported(
+        "training.checkpoint.save_interval_minutes", "> 0", lambda minutes: minutes > 0, "use save_interval (steps)"
+    ),
+    Unsupported("data.document_mask", "true", lambda mask: mask, "set it to false"),
+    Unsupported("data.num_workers", "> 0", lambda workers: workers > 0, "set it to 0"),
+)
+"""These values are errors."""
+
+REPLACED: tuple[Unsupported, ...] = (
+    Unsupported("training.checkpoint.async_save", "true", lambda value: value, "saving synchronously"),
+)
+"""These values are taken, with a warning that says what is done instead: the run's result is the same."""

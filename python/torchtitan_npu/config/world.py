@@ -1,0 +1,51 @@
+"""Rules that need the number of ranks, which the file does not know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ConfigError, Problem
+from .schema import Config
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks each kind of parallelism has; their product is the world size."""
+
+    dp: int
+    tp: int
+
+
+def validate_world(config: Config, world_size: int) -> Degrees:
+    """The degrees of ``config.parallel`` on ``world_size`` ranks, with ``dp_degree: -1`` resolved.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the world size.
+    """
+    dp, tp = config.parallel.dp_degree, config.parallel.tp_degree
+
+    def fail(key: str, what: str) -> ConfigError:
+        return ConfigError(config.source, [Problem(key, what)])
+
+    if world_size < 1:
+        raise fail("WORLD_SIZE", f"{world_size} is out of range; it must be >= 1")
+    if dp == -1:
+        if world_size % tp != 0:
+            raise fail(
+                "parallel.tp_degree",
+                f"{tp} must divide WORLD_SIZE, which is {world_size}; "
+                f"start a multiple of {tp} ranks or change parallel.tp_degree",
+            )
+        return Degrees(dp=world_size // tp, tp=tp)
+    if dp * tp != world_size:
+        raise fail(
+            "parallel.dp_degree",
+            f"{dp} x parallel.tp_degree {tp} = {dp * tp}, but WORLD_SIZE is {world_size}; "
+            f"start {dp * tp} ranks (torchrun --nproc_per_node) or set parallel.dp_degree to -1 (the rest)",
+        )
+    return Degrees(dp=dp, tp=tp)
+
+
+def configured_world_size(config: Config) -> int:
+    """The number of ranks that the file alone asks for; 1 where ``dp_degree`` is -1 and nothing else is set."""
+    return max(config.parallel.dp_degree, 1) * config.parallel.tp_degree

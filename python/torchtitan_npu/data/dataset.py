@@ -1,0 +1,115 @@
+"""Random access to tokenised documents on disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchtitan_npu.data.errors import DataError
+from torchtitan_npu.data.files import expand_paths
+from torchtitan_npu.data.index import build_index, check_vocab, find_index, fingerprint
+from torchtitan_npu.data.index_file import FileIndex, StaleIndexError, map_offsets, map_tokens
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_WAIT_REPORT_SECONDS = 30.0
+
+
+class TokenDataset:
+    """Documents of one or more converted files, numbered through in file order. Memory-mapped, read-only.
+
+    Attributes:
+        num_documents, num_tokens: totals over all files.
+        largest_id: the largest token id.
+        fingerprint: 32 hexadecimal digits of the content; equal on all ranks that read the same data.
+        vocab_size: all ids are in ``[0, vocab_size)``.
+    """
+
+    def __init__(self, files: Sequence[FileIndex], vocab_size: int) -> None:
+        self.files = tuple(files)
+        self.vocab_size = vocab_size
+        self.fingerprint = fingerprint(self.files)
+        self.num_documents = sum(file.documents for file in self.files)
+        self.num_tokens = sum(file.tokens for file in self.files)
+        self.largest_id = max(file.largest_id for file in self.files)
+        self._tokens = [map_tokens(file) for file in self.files]
+        self._offsets = [map_offsets(file) for file in self.files]
+        self._first_document = np.cumsum([0] + [file.documents for file in self.files])
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[num_documents] int64: tokens of each document, 0 allowed. A new array (8 bytes per document)."""
+        return np.concatenate([np.diff(offsets) for offsets in self._offsets])
+
+    def read(self, document: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Tokens ``[start, stop)`` of a document, uint16 or uint32: a view of the mapped file, no copy."""
+        file, local = self._locate(document)
+        begin, end = int(self._offsets[file][local]), int(self._offsets[file][local + 1])
+        stop = end - begin if stop is None else stop
+        if not 0 <= start <= stop <= end - begin:
+            raise IndexError(f"tokens [{start}, {stop}) of document {document}, which has {end - begin}")
+        return self._tokens[file][begin + start : begin + stop]
+
+    def where(self, document: int) -> str:
+        """``file:line`` of a document in the JSONL."""
+        file, local = self._locate(document)
+        return f"{self.files[file].source}:{local + 1}"
+
+    def _locate(self, document: int) -> tuple[int, int]:
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents}")
+        file = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return file, document - int(self._first_document[file])
+
+
+def open_dataset(
+    path: str | Path | Sequence[str | Path],
+    vocab_size: int,
+    *,
+    build: bool = True,
+    wait_for_index_seconds: float = 0.0,
+) -> TokenDataset:
+    """Opens JSONL token files.
+
+    Args:
+        path: a file, a directory with ``*.jsonl``, a glob, or a sequence of these.
+        vocab_size: the model's; every id must be below it.
+        build: convert what is not converted. Under several ranks only local rank 0 builds; the others pass False,
+            after a barrier or with ``wait_for_index_seconds``.
+        wait_for_index_seconds: with ``build=False``, how long to wait for another rank's conversion.
+
+    Errors: DataError, as ``build_index``; with ``build=False`` also when there is no valid index in time.
+    """
+    if build:
+        return TokenDataset(build_index(path, vocab_size).files, vocab_size)
+    sources = expand_paths(path, (".jsonl",), "--data_dir")
+    deadline = time.monotonic() + wait_for_index_seconds
+    files = [_wait_for_index(source, deadline) for source in sources]
+    check_vocab(files, vocab_size)
+    return TokenDataset(files, vocab_size)
+
+
+def _wait_for_index(source: Path, deadline: float) -> FileIndex:
+    next_report = time.monotonic() + 1.0
+    while True:
+        try:
+            return find_index(source)
+        except StaleIndexError as error:
+            now = time.monotonic()
+            if now >= deadline:
+                raise DataError(
+                    f"{source}: no valid index ({error}). Local rank 0 builds it: see its log; or build it before the "
+                    "start with torchtitan_npu.data.build_index"
+                ) from error
+            if now >= next_report:
+                next_report = now + _WAIT_REPORT_SECONDS
+                logger.info("%s: waiting for local rank 0 to convert it (%.0f s left)", source, deadline - now)
+            time.sleep(_POLL_SECONDS)

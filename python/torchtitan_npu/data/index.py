@@ -1,0 +1,249 @@
+"""Converts JSONL token files to memory-mapped binaries, once: see ``index_file`` for the format and the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from torchtitan_npu.data.errors import DataError
+from torchtitan_npu.data.files import atomic_write, expand_paths
+from torchtitan_npu.data.index_file import (
+    BIN_HEADER_BYTES,
+    DIGEST_BYTES,
+    FORMAT_VERSION,
+    IDX_HEADER_BYTES,
+    FileIndex,
+    StaleIndexError,
+    bin_header,
+    idx_header,
+    index_locations,
+    load_index,
+    map_offsets,
+    map_tokens,
+    read_idx_header,
+    stat_source,
+)
+from torchtitan_npu.data.records import read_records
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_OFFSETS = 1 << 16
+_SCAN_TOKENS = 1 << 22
+_PROGRESS_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """What ``build_index`` found. ``built``: how many of ``files`` were converted just now."""
+
+    files: tuple[FileIndex, ...]
+    built: int
+
+    @property
+    def documents(self) -> int:
+        return sum(file.documents for file in self.files)
+
+    @property
+    def tokens(self) -> int:
+        return sum(file.tokens for file in self.files)
+
+    @property
+    def largest_id(self) -> int:
+        return max(file.largest_id for file in self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits of the files' contents in order: the same wherever and however often it is built."""
+        return fingerprint(self.files)
+
+
+def fingerprint(files: Sequence[FileIndex]) -> str:
+    digests = "".join(file.digest for file in files)
+    return hashlib.blake2b(f"{FORMAT_VERSION}:{digests}".encode(), digest_size=16).hexdigest()
+
+
+def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int) -> IndexInfo:
+    """Converts what is not yet converted. Idempotent; safe to run from several processes at once.
+
+    Run it on one rank per node before ``open_dataset(..., build=False)`` on all of them.
+
+    Args:
+        paths: a JSONL file, a directory with ``*.jsonl``, a glob, or a sequence of these.
+        vocab_size: ids are in ``[0, vocab_size)``; also decides the width on disk of files converted now.
+
+    Errors: DataError for a missing or empty file, bad records (the first as file:line, with their count), ids outside
+    the vocabulary, or a cache that can be written nowhere.
+    """
+    files: list[FileIndex] = []
+    built = 0
+    for source in expand_paths(paths, (".jsonl",), "--data_dir"):
+        found = _find(source)
+        if found is None:
+            found = _build(source, vocab_size)
+            built += 1
+        files.append(found)
+    check_vocab(files, vocab_size)
+    return IndexInfo(tuple(files), built)
+
+
+def find_index(source: Path) -> FileIndex:
+    """The valid index of ``source``, without building or repairing. Errors: StaleIndexError, DataError (no source)."""
+    reasons = []
+    for idx_path, bin_path in index_locations(source):
+        try:
+            return load_index(source, idx_path, bin_path, verify=False)
+        except StaleIndexError as error:
+            reasons.append(str(error))
+    raise StaleIndexError("; ".join(reasons))
+
+
+def check_vocab(files: Sequence[FileIndex], vocab_size: int) -> None:
+    """Errors: DataError that names the first id outside ``[0, vocab_size)`` as file:line, and counts the documents."""
+    if not 0 < vocab_size <= 2**32:
+        raise DataError(f"model.vocab_size = {vocab_size}: must be in [1, 2^32]")
+    for file in files:
+        if file.largest_id < vocab_size:
+            continue
+        tokens, offsets = map_tokens(file), map_offsets(file)
+        first, documents, last = -1, 0, -1
+        for start in range(0, file.tokens, _SCAN_TOKENS):
+            positions = start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] >= vocab_size)
+            if not positions.size:
+                continue
+            first = int(positions[0]) if first < 0 else first
+            # A document may reach over several blocks: it counts in the first one only.
+            owners = np.unique(np.searchsorted(offsets, positions, side="right") - 1)
+            documents += int(np.count_nonzero(owners > last))
+            last = int(owners[-1])
+        document = int(np.searchsorted(offsets, first, side="right")) - 1
+        raise DataError(
+            f"{file.source}:{document + 1}: token id {int(tokens[first])} at position {first - int(offsets[document])} "
+            f"is not below model.vocab_size = {vocab_size} ({documents:,} of {file.documents:,} records in this file "
+            f"have such ids; the largest is {file.largest_id}). Set model.vocab_size to {file.largest_id + 1} or more, "
+            "or prepare the data with the model's tokenizer"
+        )
+
+
+def _find(source: Path) -> FileIndex | None:
+    for idx_path, bin_path in index_locations(source):
+        try:
+            return load_index(source, idx_path, bin_path, verify=True)
+        except StaleIndexError as error:
+            if os.path.exists(idx_path):
+                logger.info("%s: %s", idx_path, error)
+            if error.touched and os.access(idx_path.parent, os.W_OK):
+                _adopt(source, idx_path)
+                return load_index(source, idx_path, bin_path, verify=False)
+    return None
+
+
+def _build(source: Path, vocab_size: int) -> FileIndex:
+    if not 0 < vocab_size <= 2**32:
+        raise DataError(f"model.vocab_size = {vocab_size}: must be in [1, 2^32]")
+    idx_path, bin_path = _place(source)
+    logger.info("%s: converting to %s (once)", source, bin_path)
+    try:
+        # The .bin is renamed first: an .idx under its final name always finds its .bin.
+        with atomic_write(idx_path) as idx, atomic_write(bin_path) as binary:
+            _convert(source, vocab_size, idx, binary)
+        return load_index(source, idx_path, bin_path, verify=False)
+    except OSError as error:
+        raise DataError(
+            f"cannot convert {source} to {bin_path}: {error}. Free some space, or name another place in "
+            "TORCHTITAN_NPU_CACHE"
+        ) from error
+    except StaleIndexError as error:
+        raise DataError(f"{source}: changed while it was being converted ({error}); start again") from error
+
+
+def _place(source: Path) -> tuple[Path, Path]:
+    beside, cached = index_locations(source)
+    if os.access(beside[0].parent, os.W_OK):
+        return beside
+    try:
+        cached[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{source}: its directory cannot be written, and neither can the cache directory ({error}); name a "
+            "writable one in TORCHTITAN_NPU_CACHE"
+        ) from error
+    return cached
+
+
+def _convert(source: Path, vocab_size: int, idx: BinaryIO, binary: BinaryIO) -> None:
+    """Streams: memory is one line and a few buffers, whatever the size of the file."""
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    content, tokens_hash, offsets_hash = (hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in range(3))
+    idx.write(b"\0" * IDX_HEADER_BYTES)
+    binary.write(b"\0" * BIN_HEADER_BYTES)
+    documents = tokens = 0
+    largest = -1
+    offsets = [0]
+
+    def flush() -> None:
+        data = np.asarray(offsets, "<i8").tobytes()
+        offsets_hash.update(data)
+        idx.write(data)
+        offsets.clear()
+
+    last_report = time.monotonic()
+    read_bytes = 0
+    with source.open("rb") as file:
+        before = os.fstat(file.fileno())
+        for line, record in read_records(file, source, vocab_size):
+            content.update(line)
+            read_bytes += len(line)
+            if record is None:
+                continue
+            data = record.astype(dtype).tobytes()
+            tokens_hash.update(data)
+            binary.write(data)
+            documents += 1
+            tokens += record.size
+            largest = max(largest, int(record.max(initial=-1)))
+            offsets.append(tokens)
+            if len(offsets) >= _FLUSH_OFFSETS:
+                flush()
+            if time.monotonic() - last_report >= _PROGRESS_SECONDS:
+                last_report = time.monotonic()
+                logger.info("%s: %.0f %% converted", source, 100 * read_bytes / max(before.st_size, 1))
+        flush()
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or read_bytes != after.st_size:
+        raise DataError(f"{source}: changed while it was being converted; start again when its writer is done")
+    if tokens == 0:
+        raise DataError(f"{source}: all {documents:,} documents are empty")
+    header = {
+        "version": FORMAT_VERSION,
+        "size": before.st_size,
+        "mtime_ns": before.st_mtime_ns,
+        "digest": content.hexdigest(),
+        "dtype": dtype.str,
+        "documents": documents,
+        "tokens": tokens,
+        "largest_id": largest,
+        "tokens_digest": tokens_hash.hexdigest(),
+        "offsets_digest": offsets_hash.hexdigest(),
+    }
+    idx.seek(0)
+    idx.write(idx_header(header))
+    binary.seek(0)
+    binary.write(bin_header(content.hexdigest()))
+
+
+def _adopt(source: Path, idx_path: Path) -> None:
+    """Notes the JSONL's new time in the .idx; its content was compared."""
+    mtime_ns = stat_source(source).st_mtime_ns
+    with idx_path.open("rb") as old, atomic_write(idx_path) as new:
+        header = read_idx_header(old)
+        header["mtime_ns"] = mtime_ns
+        new.write(idx_header(header))
+        shutil.copyfileobj(old, new)

@@ -1,0 +1,167 @@
+"""The binary form of a JSONL token file: where it lies, its format, and the checks before it is trusted.
+
+For ``train.jsonl`` two files are written next to it, or into the cache directory (``$TORCHTITAN_NPU_CACHE``, else
+``$XDG_CACHE_HOME/torchtitan_npu``, else ``~/.cache/torchtitan_npu``) where its directory cannot be written:
+
+``train.jsonl.bin``  64-byte header (magic, digest of the JSONL), then all tokens back to back, uint16 or uint32.
+``train.jsonl.idx``  4096-byte header (magic, digest of the rest, JSON padded with blanks), then documents + 1 int64
+                     offsets, in tokens.
+
+A cache is used when the JSONL has the size and mtime it had at conversion. With another mtime the content decides. The
+digest in both headers keeps a .bin from being read with the .idx of another one. All sizes are little-endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from torchtitan_npu.data.errors import DataError
+
+BIN_HEADER_BYTES = 64
+IDX_HEADER_BYTES = 4096
+_BIN_MAGIC = b"TTNPUBIN"
+_IDX_MAGIC = b"TTNPUIDX"
+FORMAT_VERSION = 1
+DIGEST_BYTES = 32
+_PREFIX_BYTES = len(_IDX_MAGIC) + DIGEST_BYTES
+# The builder re-reads a cached .bin up to this size to check its digest; a larger one is checked by header and size.
+_VERIFY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class FileIndex:
+    """One converted file. ``digest``: blake2b-256 of the JSONL's bytes, hexadecimal."""
+
+    source: Path
+    idx_path: Path
+    bin_path: Path
+    dtype: np.dtype[Any]
+    documents: int
+    tokens: int
+    largest_id: int
+    digest: str
+
+
+class StaleIndexError(Exception):
+    """A cache that is missing, torn, damaged, or of other content. ``touched``: only the JSONL's mtime differs."""
+
+    def __init__(self, reason: str, *, touched: bool = False) -> None:
+        super().__init__(reason)
+        self.touched = touched
+
+
+def map_tokens(file: FileIndex) -> npt.NDArray[Any]:
+    """[tokens] in the file's dtype, memory-mapped and read-only."""
+    mapped = np.memmap(file.bin_path, file.dtype, mode="r", offset=BIN_HEADER_BYTES, shape=(file.tokens,))
+    return mapped.view(np.ndarray)
+
+
+def map_offsets(file: FileIndex) -> npt.NDArray[np.int64]:
+    """[documents + 1] int64: document d is tokens[offsets[d]:offsets[d + 1]]."""
+    mapped = np.memmap(file.idx_path, "<i8", mode="r", offset=IDX_HEADER_BYTES, shape=(file.documents + 1,))
+    return mapped.view(np.ndarray)
+
+
+def index_locations(source: Path) -> list[tuple[Path, Path]]:
+    """(idx, bin) next to the source, then in the cache directory."""
+    real = os.path.realpath(source)
+    base = os.environ.get("TORCHTITAN_NPU_CACHE")
+    if not base:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        base = os.path.join(home, "torchtitan_npu")
+    unique = hashlib.blake2b(os.fsencode(real), digest_size=8).hexdigest()
+    stems = (real, os.path.join(base, f"{os.path.basename(real)}.{unique}"))
+    return [(Path(stem + ".idx"), Path(stem + ".bin")) for stem in stems]
+
+
+def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) -> FileIndex:
+    """Errors: StaleIndexError. ``verify``: also checks digests, and the content where only the mtime differs."""
+    stat = stat_source(source)
+    try:
+        with idx_path.open("rb") as idx, bin_path.open("rb") as binary:
+            header = read_idx_header(idx)
+            if header["size"] != stat.st_size:
+                raise StaleIndexError("the JSONL has changed since the conversion")
+            if header["mtime_ns"] != stat.st_mtime_ns:
+                same = verify and _digest_of(source) == header["digest"]
+                raise StaleIndexError(
+                    "the JSONL has another time, but the same content" if same else "the JSONL has changed",
+                    touched=same,
+                )
+            dtype = np.dtype(header["dtype"])
+            if os.fstat(idx.fileno()).st_size != IDX_HEADER_BYTES + 8 * (header["documents"] + 1):
+                raise StaleIndexError("the .idx is not whole")
+            if os.fstat(binary.fileno()).st_size != BIN_HEADER_BYTES + dtype.itemsize * header["tokens"]:
+                raise StaleIndexError("the .bin is not whole")
+            if binary.read(BIN_HEADER_BYTES) != bin_header(header["digest"]):
+                raise StaleIndexError("the .bin belongs to another .idx")
+            if verify and _digest_of_rest(idx) != header["offsets_digest"]:
+                raise StaleIndexError("the .idx is damaged")
+            small = dtype.itemsize * header["tokens"] <= _VERIFY_BYTES
+            if verify and small and _digest_of_rest(binary) != header["tokens_digest"]:
+                raise StaleIndexError("the .bin is damaged")
+    except OSError as error:
+        raise StaleIndexError(f"no readable index: {error}") from error
+    return FileIndex(
+        source=source,
+        idx_path=idx_path,
+        bin_path=bin_path,
+        dtype=dtype,
+        documents=header["documents"],
+        tokens=header["tokens"],
+        largest_id=header["largest_id"],
+        digest=header["digest"],
+    )
+
+
+def idx_header(header: dict[str, Any]) -> bytes:
+    body = json.dumps(header).encode().ljust(IDX_HEADER_BYTES - _PREFIX_BYTES)
+    return _IDX_MAGIC + hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest() + body
+
+
+def bin_header(digest: str) -> bytes:
+    return (_BIN_MAGIC + bytes.fromhex(digest)).ljust(BIN_HEADER_BYTES, b"\0")
+
+
+def read_idx_header(idx: BinaryIO) -> dict[str, Any]:
+    """Leaves the file at the first offset. Errors: StaleIndexError."""
+    raw = idx.read(IDX_HEADER_BYTES)
+    body = raw[_PREFIX_BYTES:]
+    digest = hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+    if len(raw) != IDX_HEADER_BYTES or raw[:_PREFIX_BYTES] != _IDX_MAGIC + digest:
+        raise StaleIndexError("the .idx is damaged, or not ours")
+    header: dict[str, Any] = json.loads(body)
+    if header["version"] != FORMAT_VERSION:
+        raise StaleIndexError(f"the .idx has format version {header['version']}, this release reads {FORMAT_VERSION}")
+    return header
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return _digest_of_rest(file)
+
+
+def _digest_of_rest(file: BinaryIO) -> str:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def stat_source(source: Path) -> os.stat_result:
+    try:
+        return source.stat()
+    except OSError as error:
+        raise DataError(f"--data_dir: {source} cannot be read: {error}") from error
+
+
+if sys.byteorder != "little":  # memory-mapped files are little-endian, and kernels downstream expect native order
+    raise ImportError("not supported: token indices on big-endian machines")

@@ -1,0 +1,27 @@
+"""Fully sharded data parallel on the native engine."""
+
+from torchtitan_npu._C import PeerError
+from torchtitan_npu.fsdp.clip import clip_grad_norm as clip_grad_norm_
+from torchtitan_npu.fsdp.grouping import fully_shard
+from torchtitan_npu.fsdp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from torchtitan_npu.fsdp.piece import Piece
+from torchtitan_npu.fsdp.plan import FSDPPlan, UnitInfo, plan_model
+from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
+from torchtitan_npu.fsdp.state_dict import StateDictType, save_full
+from torchtitan_npu.fsdp.wrap import FSDP
+
+__all__ = [
+    "FSDP",
+    "FSDPPlan",
+    "MixedPrecisionPolicy",
+    "PeerError",
+    "Piece",
+    "StateDictType",
+    "UnitInfo",
+    "clip_grad_norm_",
+    "fully_shard",
+    "load_optimizer_state_dict",
+    "optimizer_state_dict",
+    "plan_model",
+    "save_full",
+]

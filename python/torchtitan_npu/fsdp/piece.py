@@ -1,0 +1,126 @@
+"""One rank's part of a tensor, as ``torch.distributed.checkpoint`` understands it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+class Piece(torch.Tensor):
+    """A consecutive run of elements of a larger tensor (whole rows, as a rule), with the knowledge where it belongs.
+
+    Computes like a plain tensor. ``torch.distributed.checkpoint`` saves and loads it as chunks of the whole tensor, at most
+    ``2 * ndim - 1`` rectangles; ``torch.save`` writes a plain tensor.
+    """
+
+    fqn: str
+    """Of the whole tensor."""
+    whole_shape: torch.Size
+    start: int
+    """Its first element in the flattened whole."""
+    rank: int
+    world_size: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(
+        cls, data: torch.Tensor, *, fqn: str, shape: torch.Size, start: int, rank: int, world_size: int
+    ) -> Piece:
+        self = data.detach().as_subclass(cls)
+        self.fqn, self.whole_shape, self.start = fqn, shape, start
+        self.rank, self.world_size = rank, world_size
+        return self
+
+    def plain(self) -> torch.Tensor:
+        """The same memory as an ordinary tensor."""
+        return self.as_subclass(torch.Tensor)
+
+    def __repr__(self, **_: Any) -> str:
+        return (
+            f"Piece({self.plain()!r}, elements {self.start}..{self.start + self.numel()} of '{self.fqn}' {tuple(self.whole_shape)}, "
+            f"shard {self.rank} of {self.world_size})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        return Piece(
+            self.plain().clone(),
+            fqn=self.fqn,
+            shape=self.whole_shape,
+            start=self.start,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+    # ---- the protocol of torch.distributed.checkpoint (torch/distributed/_checkpointable.py) -------------------------
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            for offsets, sizes in rectangles(tuple(self.whole_shape), self.start, self.numel())
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.plain())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.whole_shape),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        flat = self.plain().view(-1)
+        position = 0
+        for chunk in self._chunks():
+            numel = chunk.sizes.numel()
+            if chunk.offsets == index.offset:
+                return flat[position : position + numel].view(chunk.sizes)
+            position += numel
+        raise ValueError(f"shard {self.rank} of '{self.fqn}' has no chunk at {index.offset}")
+
+
+def rectangles(shape: tuple[int, ...], start: int, numel: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts the run ``[start, start + numel)`` of a flattened tensor into rectangles (offsets, sizes), in order.
+
+    Each rectangle is itself a consecutive run. An empty run has none; a scalar has one, ``((), ())``.
+    """
+    if numel == 0:
+        return []
+    if not shape:
+        return [((), ())]
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    first, last = start // row, (start + numel - 1) // row
+    zeros, rest = (0,) * (len(shape) - 1), shape[1:]
+
+    def part(index: int, begin: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [((index, *offsets), (1, *sizes)) for offsets, sizes in rectangles(rest, begin, count)]
+
+    if start % row == 0 and numel % row == 0:
+        return [((first, *zeros), (numel // row, *rest))]
+    if first == last:
+        return part(first, start % row, numel)
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    end = start + numel
+    whole_begin = first
+    if start % row:
+        found += part(first, start % row, (first + 1) * row - start)
+        whole_begin = first + 1
+    whole_end = end // row
+    if whole_end > whole_begin:
+        found.append(((whole_begin, *zeros), (whole_end - whole_begin, *rest)))
+    if end % row:
+        found += part(last, 0, end % row)
+    return found

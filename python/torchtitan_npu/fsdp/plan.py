@@ -1,0 +1,223 @@
+"""From a module tree to a plan: units, buckets and bytes, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchtitan_npu import _C
+from torchtitan_npu.fsdp.grouping import Unit, WrapPolicy, assign_parameters, find_units, merge_small, nesting_depth
+from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
+
+_MIB = 1024**2
+
+_FLOATING = {
+    torch.float32: _C.DType.float32,
+    torch.float16: _C.DType.float16,
+    torch.bfloat16: _C.DType.bfloat16,
+    torch.float64: _C.DType.float64,
+}
+
+PREFETCH = 1
+"""Units gathered ahead of use, in forward and in backward."""
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter of the model, as planned."""
+
+    names: tuple[str, ...]
+    """All names (several for tied parameters); the first is the canonical one."""
+    shape: torch.Size
+    master_dtype: torch.dtype
+    param_dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """One unit of a plan, for people."""
+
+    name: str
+    numel: int
+    buckets: int
+    gathered_bytes: int
+
+
+@dataclass(frozen=True)
+class FSDPPlan:
+    """Who holds what, and how much memory that takes. Bytes are those of the rank that holds most."""
+
+    units: tuple[UnitInfo, ...]
+    params: tuple[ParamInfo, ...]
+    world_size: int
+    bucket_cap_mb: float | None
+    num_parameters: int
+    """Elements of all parameters, tied ones once."""
+    num_buckets: int
+    padding_fraction: float
+    parameter_bytes: int
+    """Sharded master copy."""
+    gradient_bytes: int
+    """Sharded gradients, in the master dtype."""
+    gather_bytes: int
+    """Memory for gathered parameters. Ranks of one machine share it."""
+    reduce_bytes: int
+    """Memory for gradients on their way, per rank."""
+    native: _C.ShardPlan
+    schedule: _C.Schedule
+    module_units: tuple[Unit, ...]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Gather and reduce memory together: the peak extra bytes of training."""
+        return self.gather_bytes + self.reduce_bytes
+
+    def describe(self) -> str:
+        """One log line."""
+        cap = "none" if self.bucket_cap_mb is None else f"{self.bucket_cap_mb:g} MiB"
+        return (
+            f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets (cap {cap}), "
+            f"{self.world_size} ranks, padding {100 * self.padding_fraction:.3f} %; per rank {_mib(self.parameter_bytes)} "
+            f"parameters, {_mib(self.gradient_bytes)} gradients, at most {_mib(self.arena_bytes)} extra while training "
+            f"(gathered {_mib(self.gather_bytes)}, reduce {_mib(self.reduce_bytes)})"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f} MiB"
+
+
+def plan_model(
+    model: nn.Module,
+    world_size: int,
+    *,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    bucket_cap_mb: float | None = None,
+    auto_wrap_policy: WrapPolicy | None = None,
+) -> FSDPPlan:
+    """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks. Needs no device; meta tensors will do.
+
+    Raises ValueError for a model that cannot be sharded (no parameters, DTensor parameters, …) or a bad option.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if bucket_cap_mb is not None and (isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0):
+        raise ValueError(f"bucket_cap_mb must be positive or None (one bucket per unit), got {bucket_cap_mb!r}")
+    policy = mixed_precision or MixedPrecisionPolicy()
+    cap_bytes = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * _MIB))
+
+    units = find_units(model, auto_wrap_policy)
+    names = assign_parameters(model, units)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    infos = {name: _describe(by_name[name], tuple(all_names), policy) for name, all_names in names.items()}
+    if not infos:
+        raise ValueError(f"{type(model).__name__} has no parameters to shard")
+
+    def gathered_bytes(unit: Unit) -> int:
+        return sum(infos[name].numel * infos[name].param_dtype.itemsize for name in unit.parameters)
+
+    units = merge_small(units, gathered_bytes, cap_bytes)
+    params = [infos[name] for unit in units for name in unit.parameters]
+    position = {info.name: i for i, info in enumerate(params)}
+    native = _C.ShardPlan(
+        params=[_spec(info) for info in params],
+        units=[_C.UnitSpec(name=unit.name, params=[position[name] for name in unit.parameters]) for unit in units],
+        world_size=world_size,
+        cap_bytes=cap_bytes,
+    )
+    reshards = [_reshards(unit, i == 0, reshard_after_forward) for i, unit in enumerate(units)]
+    schedule = _C.Schedule(
+        reshard_after_forward=reshards,
+        nesting=nesting_depth(units, reshards),
+        prefetch=PREFETCH,
+        reduce_dtype=None if policy.reduce_dtype is None else _FLOATING[policy.reduce_dtype],
+    )
+    arena = _C.Arena(native, schedule)
+    buckets = native.buckets
+    shard_bytes = [b.shard_numel * _itemsize(b.master_dtype) for b in buckets]
+    return FSDPPlan(
+        units=tuple(
+            UnitInfo(
+                unit.name,
+                sum(infos[name].numel for name in unit.parameters),
+                sum(1 for b in buckets if b.unit == i),
+                gathered_bytes(unit),
+            )
+            for i, unit in enumerate(units)
+        ),
+        params=tuple(params),
+        world_size=world_size,
+        bucket_cap_mb=bucket_cap_mb,
+        num_parameters=sum(info.numel for info in params),
+        num_buckets=len(buckets),
+        padding_fraction=native.padding_fraction(),
+        parameter_bytes=sum(shard_bytes),
+        gradient_bytes=sum(size for size, b in zip(shard_bytes, buckets, strict=True) if b.requires_grad),
+        gather_bytes=arena.gather_bytes,
+        reduce_bytes=arena.reduce_bytes,
+        native=native,
+        schedule=schedule,
+        module_units=tuple(units),
+    )
+
+
+def _reshards(unit: Unit, is_root: bool, model_wide: bool | None) -> bool:
+    if unit.reshard_after_forward is not None:
+        return unit.reshard_after_forward
+    if is_root:  # its parameters are used first and last, so freeing them between buys nothing
+        return False
+    return True if model_wide is None else model_wide
+
+
+def _describe(parameter: nn.Parameter, names: tuple[str, ...], policy: MixedPrecisionPolicy) -> ParamInfo:
+    data = parameter.data
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(f"parameter '{names[0]}' is lazy: run one forward to give it a shape before FSDP(...)")
+    if hasattr(parameter, "placements"):
+        raise ValueError(f"not supported yet: parameter '{names[0]}' is a DTensor")
+    if data.layout != torch.strided or data.is_complex():
+        raise ValueError(f"not supported: parameter '{names[0]}' has layout {data.layout} and dtype {data.dtype}")
+    if data.device.type not in ("cpu", "meta"):
+        raise ValueError(f"not supported yet: parameter '{names[0]}' is on {data.device}; FSDP runs on the CPU")
+    if data.dtype not in _FLOATING and data.is_floating_point():
+        raise ValueError(f"not supported: parameter '{names[0]}' has dtype {data.dtype}")
+    param_dtype = policy.param_dtype if policy.param_dtype is not None and data.dtype in _FLOATING else data.dtype
+    return ParamInfo(names, data.shape, data.dtype, param_dtype, parameter.requires_grad)
+
+
+def _spec(info: ParamInfo) -> _C.ParamSpec:
+    rows = info.shape[0] if info.shape else 1
+    row_numel = info.shape[1:].numel() if info.shape else 1
+    if info.master_dtype not in _FLOATING:
+        return _C.ParamSpec(
+            name=info.name,
+            rows=rows,
+            row_numel=row_numel * info.master_dtype.itemsize,
+            param_dtype=_C.DType.bytes,
+            master_dtype=_C.DType.bytes,
+            requires_grad=False,
+        )
+    return _C.ParamSpec(
+        name=info.name,
+        rows=rows,
+        row_numel=row_numel,
+        param_dtype=_FLOATING[info.param_dtype],
+        master_dtype=_FLOATING[info.master_dtype],
+        requires_grad=info.requires_grad,
+    )
+
+
+def _itemsize(dtype: _C.DType) -> int:
+    return {_C.DType.float64: 8, _C.DType.float32: 4, _C.DType.bytes: 1}.get(dtype, 2)

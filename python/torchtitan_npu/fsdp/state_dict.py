@@ -1,0 +1,234 @@
+"""State dicts of a wrapped model: sharded pieces, whole tensors, or this rank's plain tensors."""
+
+from __future__ import annotations
+
+import enum
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan_npu.fsdp.piece import Piece
+from torchtitan_npu.fsdp.state import FSDPState, ShardedParam, state_of
+
+FULL_TIMEOUT_SECONDS = 30.0
+"""How long a FULL state dict waits for ranks that do not take part; ``TORCHTITAN_NPU_STATE_DICT_TIMEOUT`` overrides it."""
+
+_METADATA_KEY = "torchtitan_npu_shard"
+
+
+class StateDictType(enum.Enum):
+    """What ``model.state_dict()`` holds."""
+
+    FULL_STATE_DICT = enum.auto()
+    """Whole tensors on the first rank, an empty dict elsewhere. Collective: all ranks must call it."""
+    SHARDED_STATE_DICT = enum.auto()
+    """This rank's pieces as ``Piece``, which ``torch.distributed.checkpoint`` saves and loads. No communication. The default."""
+    LOCAL_STATE_DICT = enum.auto()
+    """This rank's pieces as plain tensors. Fits only the same model, options and number of ranks."""
+
+
+@contextmanager
+def state_dict_type(model: nn.Module, kind: StateDictType) -> Iterator[None]:
+    """Inside, ``model.state_dict()`` has the given kind."""
+    if not isinstance(kind, StateDictType):
+        raise ValueError(f"state_dict_type needs a StateDictType, got {kind!r}")
+    state_of(model)
+    before = wanted_type(model)
+    model.__dict__["_fsdp_state_dict_type"] = kind
+    try:
+        yield
+    finally:
+        model.__dict__["_fsdp_state_dict_type"] = before
+
+
+def wanted_type(model: nn.Module) -> StateDictType:
+    """The kind in force."""
+    return model.__dict__.get("_fsdp_state_dict_type", StateDictType.SHARDED_STATE_DICT)
+
+
+def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
+    """Lets ``state_dict`` and ``load_state_dict`` of every module translate between pieces and what they are given."""
+    params = {name: param for param in state.params for name in param.names}
+
+    def name_hooks(path: str, module: nn.Module) -> None:
+        own = {key: params[f"{path}.{key}" if path else key] for key in module._parameters if module._parameters[key] is not None}
+
+        def saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+            local = wanted_type(model) is StateDictType.LOCAL_STATE_DICT
+            for key, param in own.items():
+                if prefix + key in state_dict:
+                    data = param.sharded.detach()
+                    state_dict[prefix + key] = data if local else piece_of(state, param, data)
+                    local_metadata.setdefault(_METADATA_KEY, {})[key] = {
+                        "rank": state.ranks.index,
+                        "world_size": state.ranks.size,
+                        "shape": list(param.shape),
+                        "start": param.piece.start,
+                    }
+            for key in module._buffers:
+                original = state.original_buffer_dtypes.get((module, key))
+                if original is not None and prefix + key in state_dict:
+                    state_dict[prefix + key] = state_dict[prefix + key].to(original)
+
+        def loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+            shard = local_metadata.get(_METADATA_KEY, {})
+            for key, param in own.items():
+                value = state_dict.get(prefix + key)
+                if value is not None:
+                    state_dict[prefix + key] = local_part(state, param, prefix + key, value, shard.get(key))
+
+        module._register_state_dict_hook(saved)
+        module._register_load_state_dict_pre_hook(loaded, with_module=True)
+
+    for path, module in model.named_modules():
+        if module._parameters or any(m is module for m, _ in state.original_buffer_dtypes):
+            name_hooks(path, module)
+
+
+def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piece:
+    """``local`` (in the layout of ``param.sharded``) as this rank's piece of the whole tensor."""
+    return Piece(local, fqn=param.name, shape=param.shape, start=_start(param), rank=state.ranks.index, world_size=state.ranks.size)
+
+
+def _start(param: ShardedParam) -> int:
+    item = 1 if param.sharded.dtype.is_floating_point else param.sharded.dtype.itemsize
+    return param.piece.start // item
+
+
+def local_part(state: FSDPState, param: ShardedParam, key: str, value: Any, shard: dict[str, Any] | None) -> torch.Tensor:
+    """This rank's part of ``value``: a whole tensor, a piece, or a plain tensor with the metadata of a piece.
+
+    Raises ValueError that names the tensor, the shard and the way out.
+    """
+    way_out = (
+        "Save the whole model with save_full(model, path), or save and load through torch.distributed.checkpoint, which reshards"
+    )
+    mine = param.sharded
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"state dict entry '{key}' is a {type(value).__name__}, not a tensor")
+    if isinstance(value, Piece):
+        shard = {"rank": value.rank, "world_size": value.world_size, "shape": list(value.whole_shape), "start": value.start}
+        value = value.plain()
+    whole = value.shape == param.shape
+    if shard is not None and (state.ranks.size > 1 or not whole):
+        fits = list(param.shape) == shard["shape"] and shard["start"] in (_start(param), param.piece.start)
+        if not fits or shard["world_size"] != state.ranks.size or value.shape != mine.shape:
+            raise ValueError(
+                f"'{key}' is shard {shard['rank']} of {shard['world_size']} of a tensor of shape {tuple(shard['shape'])}; this is rank "
+                f"{state.ranks.index} of {state.ranks.size} and needs its own shard of {tuple(param.shape)}. {way_out}"
+            )
+        return value
+    if whole:
+        start = _start(param)
+        return value.detach().reshape(-1)[start : start + mine.numel()].view(mine.shape)
+    if value.shape == mine.shape and wanted_type_is_local(state):
+        return value
+    raise ValueError(
+        f"'{key}' has shape {tuple(value.shape)}, but the model's parameter has {tuple(param.shape)}. If it is one rank's shard: {way_out}"
+    )
+
+
+def wanted_type_is_local(state: FSDPState) -> bool:
+    model = state._model()
+    return model is not None and wanted_type(model) is StateDictType.LOCAL_STATE_DICT
+
+
+def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]:
+    """Gathers a sharded state dict tensor by tensor: whole CPU tensors on the first rank, an empty dict on the others. Collective.
+
+    Raises RuntimeError within ``FULL_TIMEOUT_SECONDS`` if some ranks do not take part.
+    """
+    state = state_of(model)
+    _all_here(state)
+    full: dict[str, Any] = {}
+    done: dict[str, torch.Tensor] = {}
+    for key, value in sharded.items():
+        if isinstance(value, Piece):
+            if value.fqn not in done:
+                gathered = gather_piece(state, value)
+                done[value.fqn] = gathered if gathered is not None else torch.empty(0)
+            value = done[value.fqn]
+        if state.ranks.index == 0:
+            full[key] = value.detach().clone() if isinstance(value, torch.Tensor) and key not in state_names(state) else value
+    return full
+
+
+def state_names(state: FSDPState) -> set[str]:
+    """All names of sharded parameters."""
+    return {name for param in state.params for name in param.names}
+
+
+def _all_here(state: FSDPState) -> None:
+    if state.ranks.group is None or state.ranks.size == 1:
+        return
+    seconds = float(os.environ.get("TORCHTITAN_NPU_STATE_DICT_TIMEOUT", FULL_TIMEOUT_SECONDS))
+    try:
+        dist.monitored_barrier(state.ranks.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {state.ranks.ranks[state.ranks.index]}: a FULL state dict is collective, but not all ranks called it within {seconds:g} s "
+            f"({error}). Call model.state_dict() on all ranks (outside of 'if rank == 0'), or use the sharded kind, which needs no "
+            "communication"
+        ) from error
+
+
+def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
+    """The whole tensor on the first rank, None elsewhere. Collective, point to point: memory for one tensor."""
+    param = next(p for p in state.params if p.name == piece.fqn)
+    index = state.params.index(param)
+    item = 1 if param.sharded.dtype.is_floating_point else param.sharded.dtype.itemsize
+    flat = piece.plain().contiguous().reshape(-1)
+    if state.ranks.index != 0:
+        if flat.numel():
+            dist.send(flat, dst=state.ranks.ranks[0], group=state.ranks.group)
+        return None
+    whole = torch.empty(param.shape, dtype=piece.dtype)
+    out = whole.view(-1)
+    for rank in range(state.ranks.size):
+        part = state.plan.native.piece(index, rank)
+        start, numel = part.start // item, part.numel // item
+        if numel == 0:
+            continue
+        if rank == 0:
+            out[start : start + numel].copy_(flat)
+        else:
+            dist.recv(out[start : start + numel], src=state.ranks.ranks[rank], group=state.ranks.group)
+    return whole
+
+
+def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes the whole model to one file that ``torch.load(weights_only=True)`` reads. Collective.
+
+    Rank 0 writes a temporary file beside it, flushes it to the disk and renames it: the file is either the old one or the new one,
+    never half of it. Raises on all ranks if rank 0 cannot write.
+    """
+    state = state_of(model)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        full = model.state_dict()
+    problem = [""]
+    if state.ranks.index == 0:
+        target = Path(path)
+        temporary = ""
+        try:
+            with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=False) as file:
+                temporary = file.name
+                torch.save(full, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except (OSError, RuntimeError) as error:
+            problem[0] = str(error)
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+    if state.ranks.group is not None:
+        dist.broadcast_object_list(problem, src=state.ranks.ranks[0], group=state.ranks.group)
+    if problem[0]:
+        raise RuntimeError(f"cannot write the model to {os.fspath(path)}: {problem[0]}")

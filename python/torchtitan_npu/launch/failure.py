@@ -1,0 +1,83 @@
+"""How a rank ends when something goes wrong: one clear report, and no hanging in the clean-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from torchtitan_npu.launch.distributed import PeerFailureError, announce_failure, announced_failure, first_line
+from torchtitan_npu.launch.environment import Environment
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether the message alone says what to do: our own error types, and what the operating system refuses."""
+    return type(error).__module__.partition(".")[0] == "torchtitan_npu" or isinstance(error, OSError)
+
+
+def run_rank(main: Callable[[], int], env: Environment) -> int:
+    """Run ``main`` and return its exit status; on an exception report it and return a status ≠ 0.
+
+    The report is one message for errors of ours, with the traceback for all others. The other ranks notice the closed
+    connection, look up the first failure, and name it.
+
+    In a job with several ranks the process ends here, whatever the status, without destroying the process group. After
+    a failure that would wait for ranks which, in turn, wait for this one; and even after a success it can deadlock
+    (see ``disconnect``).
+    """
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        logger.error("interrupted")
+        status = EXIT_INTERRUPTED
+    except Exception as error:
+        status = EXIT_FAILURE
+        if not _is_consequence(error, env):
+            announce_failure(env.rank, first_line(error))
+            if is_user_error(error):
+                logger.error("%s", error)
+            else:
+                logger.error("unexpected %s: %s", type(error).__name__, error, exc_info=error)
+    if env.world_size > 1:
+        _exit_at_once(status)
+    return status
+
+
+def _is_consequence(error: Exception, env: Environment) -> bool:
+    """Report ``error`` as the consequence of another rank's failure, if it is one."""
+    if env.world_size == 1:
+        return False
+    if isinstance(error, PeerFailureError):
+        logger.error("stopped, because another rank failed: %s", error)
+        return True
+    broken_collective = _from_collective(error)
+    cause = announced_failure(wait_seconds=2.0 if broken_collective else 0.0)
+    if cause is not None and (broken_collective or cause.endswith(first_line(error))):
+        logger.error("stopped, because another rank failed: %s", cause)
+        return True
+    if broken_collective:
+        logger.error("stopped, because another rank is gone: %s", error)
+    return broken_collective
+
+
+def _from_collective(error: Exception) -> bool:
+    native = sys.modules.get("torchtitan_npu._C")
+    if native is not None and isinstance(error, native.PeerError):
+        return True
+    # Gloo raises plain RuntimeErrors; its messages start with the place in its sources.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _exit_at_once(status: int) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

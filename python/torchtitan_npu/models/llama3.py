@@ -1,0 +1,133 @@
+"""The Llama 3 family (arXiv:2407.21783): pre-norm blocks of grouped-query attention with rotary embedding, and SwiGLU.
+
+Letters of the shape suffixes:
+
+    B batch    T position    M model dim    H query heads    K key/value heads    D head dim    F feed-forward dim
+    V vocabulary
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_npu.config import ModelConfig
+from torchtitan_npu.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
+from torchtitan_npu.ops import attention
+
+_INIT_STD = 0.02
+
+
+def _residual_std(layer_index: int) -> float:
+    """Standard deviation of the two matrices of block ``layer_index`` that add into the residual stream.
+
+    Each block adds twice, so block i's output is scaled by 1 / sqrt(2 (i + 1)) and the stream's variance grows
+    logarithmically with depth instead of linearly (torchtitan's ``depth_init``).
+    """
+    return _INIT_STD / (2 * (layer_index + 1)) ** 0.5
+
+
+def _head_std(dim: int) -> float:
+    """Standard deviation of the output matrix.
+
+    The head reads a vector of unit variance, so a logit has variance ``std² dim`` and the first loss is
+    ``ln V + std² dim / 2``. At most 0.5 / sqrt(dim) keeps it within 0.125 of ln V at any width.
+    """
+    return min(_INIT_STD, 0.5 * dim**-0.5)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention, ``[B, T, M] -> [B, T, M]``."""
+
+    def __init__(self, cfg: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = cfg.n_heads, cfg.n_kv_heads
+        self.head_dim = cfg.dim // cfg.n_heads
+        self.flash = cfg.use_flash_attention
+        self.wq = Linear(cfg.dim, cfg.n_heads * self.head_dim, init_std=_INIT_STD)
+        self.wk = Linear(cfg.dim, cfg.n_kv_heads * self.head_dim, init_std=_INIT_STD)
+        self.wv = Linear(cfg.dim, cfg.n_kv_heads * self.head_dim, init_std=_INIT_STD)
+        self.wo = Linear(cfg.n_heads * self.head_dim, cfg.dim, init_std=_residual_std(layer_index))
+
+    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding) -> Tensor:
+        B, T, _ = x_BTM.shape
+        q_BHTD = self.wq(x_BTM).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
+        k_BKTD = self.wk(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        v_BKTD = self.wv(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        out_BHTD = attention(rope(q_BHTD), rope(k_BKTD), v_BKTD, flash=self.flash)
+        return self.wo(out_BHTD.transpose(1, 2).reshape(B, T, self.n_heads * self.head_dim))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020, arXiv:2002.05202): ``w2(silu(w1 x) * w3 x)``, ``[B, T, M] -> [B, T, M]``."""
+
+    def __init__(self, cfg: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self.w1 = Linear(cfg.dim, cfg.ffn_dim, init_std=_INIT_STD)
+        self.w2 = Linear(cfg.ffn_dim, cfg.dim, init_std=_residual_std(layer_index))
+        self.w3 = Linear(cfg.dim, cfg.ffn_dim, init_std=_INIT_STD)
+
+    def forward(self, x_BTM: Tensor) -> Tensor:
+        hidden_BTF = F.silu(self.w1(x_BTM)) * self.w3(x_BTM)
+        return self.w2(hidden_BTF)
+
+
+class TransformerBlock(nn.Module):
+    """One layer, ``[B, T, M] -> [B, T, M]``."""
+
+    def __init__(self, cfg: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attention = Attention(cfg, layer_index)
+        self.ffn_norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.feed_forward = FeedForward(cfg, layer_index)
+
+    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding) -> Tensor:
+        x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), rope)
+        return x_BTM + self.feed_forward(self.ffn_norm(x_BTM))
+
+
+class Llama(nn.Module):
+    """Decoder-only language model.
+
+    With ``tie_embeddings`` the embedding matrix is also the output matrix: one parameter under one name, and no
+    ``output`` module.
+    """
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        head_std = _head_std(cfg.dim)
+        self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim, init_std=head_std if cfg.tie_embeddings else 1.0)
+        self.rope = RotaryEmbedding(cfg.dim // cfg.n_heads, cfg.max_seq_len, theta=cfg.rope_theta)
+        self.layers = nn.ModuleList(TransformerBlock(cfg, i) for i in range(cfg.n_layers))
+        self.norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.output = None if cfg.tie_embeddings else Linear(cfg.dim, cfg.vocab_size, init_std=head_std)
+
+    def init_weights(self) -> None:
+        """Initialise every parameter and buffer in place, drawing from the current random state in module order."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits of the next token.
+
+        Args:
+            tokens_BT: int64 ``[B, T]`` in ``[0, V)``, T at most ``max_seq_len``.
+
+        Returns:
+            ``[B, T, V]`` in the dtype of the parameters (under autocast, in autocast's).
+
+        Raises:
+            ValueError: T is larger than ``max_seq_len``.
+        """
+        T = tokens_BT.shape[1]
+        if self.cfg.max_seq_len < T:
+            raise ValueError(f"the input has {T} positions, more than model.max_seq_len = {self.cfg.max_seq_len}")
+        x_BTM = self.tok_embeddings(tokens_BT)
+        for layer in self.layers:
+            x_BTM = layer(x_BTM, self.rope)
+        x_BTM = self.norm(x_BTM)
+        return F.linear(x_BTM, self.tok_embeddings.weight) if self.output is None else self.output(x_BTM)

@@ -1,0 +1,27 @@
+"""Cross-entropy of next-token prediction, as a sum."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""A label that counts for nothing: padding, or the first token of the next document."""
+
+
+def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Sum of ``-log softmax(logits)[label]`` over the labels that are not ``IGNORE_INDEX``.
+
+    A sum, not a mean: micro-batches with different numbers of valid labels then add up correctly, and the caller
+    divides once by the number of valid labels of the whole optimizer step.
+
+    Args:
+        logits_BTV: ``[B, T, V]``, any floating-point dtype; computed in fp32.
+        labels_BT: int64 ``[B, T]`` in ``[0, V)``, or ``IGNORE_INDEX``.
+
+    Returns:
+        fp32 scalar, in nats; 0 when no label is valid.
+    """
+    return F.cross_entropy(
+        logits_BTV.float().flatten(0, -2), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )

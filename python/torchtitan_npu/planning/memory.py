@@ -1,0 +1,105 @@
+"""Memory per card before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchtitan_npu.config import Config
+from torchtitan_npu.models import build_model
+from torchtitan_npu.planning.options import fsdp_options
+
+if TYPE_CHECKING:
+    from torchtitan_npu.fsdp import FSDPPlan
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the rank that holds most."""
+
+    parameters: int
+    """Master copy, fp32."""
+    gradients: int
+    """fp32, one per parameter."""
+    optimizer: int
+    """AdamW's two moments, fp32."""
+    buffers: int
+    """Gathered parameters and communication buffers."""
+    activations: int
+    """Estimate of what backward needs, from the shapes; see ``activation_bytes``."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+
+    def describe(self) -> str:
+        """One line."""
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "communication": self.buffers,
+            "activations, roughly": self.activations,
+        }
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        return f"memory per card: about {format_bytes(self.total)} ({listed}), without the program itself"
+
+
+def format_bytes(size: int) -> str:
+    """``58.2 GB`` or ``310.4 MB``, in powers of 1024."""
+    return f"{size / GIB:.1f} GB" if size >= GIB else f"{size / MIB:.1f} MB"
+
+
+def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
+    """Memory per card of a run of ``cfg`` on ``world_size`` ranks. Builds the model without memory.
+
+    Parameters, gradients, optimizer and buffers are exact for ``fsdp``; activations are an estimate.
+    """
+    activations = activation_bytes(cfg)
+    if cfg.parallel.strategy == "fsdp":
+        plan = plan_fsdp(cfg, world_size)
+        return MemoryEstimate(
+            parameters=plan.parameter_bytes,
+            gradients=plan.gradient_bytes,
+            optimizer=2 * plan.parameter_bytes,
+            buffers=plan.arena_bytes,
+            activations=activations,
+        )
+    with torch.device("meta"):
+        model = build_model(cfg.model)
+    size = sum(4 * parameter.numel() for parameter in model.parameters())
+    # DDP's gradients are views of its buckets; autocast keeps a bf16 copy of every matrix during a step.
+    copies = size // 2 if cfg.parallel.dtype == "bf16" else 0
+    return MemoryEstimate(parameters=size, gradients=size, optimizer=2 * size, buffers=copies, activations=activations)
+
+
+def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
+    """The plan by which FSDP would shard the model of ``cfg``, without devices or memory."""
+    from torchtitan_npu.fsdp import plan_model
+
+    with torch.device("meta"):
+        model = build_model(cfg.model)
+    return plan_model(model, world_size, **fsdp_options(cfg.parallel))
+
+
+def activation_bytes(cfg: Config) -> int:
+    """What one micro-batch's forward keeps for backward, without activation checkpointing.
+
+    Per token and block, in the compute dtype: the inputs and outputs of both norms (4 M), queries and attention's
+    output (with the rotation's copy, 3 M), keys and values (3 K D), and four vectors of the feed-forward width; plain
+    attention adds the weights, T per head, in fp32 and in the compute dtype. The loss holds the logits twice in fp32
+    and once in the compute dtype.
+    """
+    model, training = cfg.model, cfg.training
+    width = 4 if cfg.parallel.dtype == "fp32" else 2
+    tokens = training.batch_size * training.seq_len
+    kv_dim = model.n_kv_heads * (model.dim // model.n_heads)
+    per_token = width * (7 * model.dim + 3 * kv_dim + 4 * model.ffn_dim)
+    if not model.use_flash_attention:
+        per_token += training.seq_len * model.n_heads * (4 + width)
+    return tokens * (model.n_layers * per_token + model.vocab_size * (2 * 4 + width))

@@ -1,0 +1,50 @@
+"""One rank's run, from the environment to the exit status."""
+
+from __future__ import annotations
+
+import logging
+
+from torchtitan_npu.config import Config, RunArgs
+from torchtitan_npu.launch import (
+    Environment,
+    connect,
+    disconnect,
+    gather_rows,
+    read_environment,
+    read_timeouts,
+    run_rank,
+)
+from torchtitan_npu.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def run(cfg: Config, args: RunArgs) -> int:
+    """Train as ``cfg`` says, in this process as one rank; return the exit status.
+
+    A failure is reported through logging, with status 1. In a job with several ranks the process ends here, with that
+    status: see ``run_rank``.
+
+    Raises:
+        LaunchError: torchrun's environment variables are incomplete or contradict each other.
+    """
+    env = read_environment()
+    try:
+        return run_rank(lambda: _run(cfg, args, env), env)
+    finally:
+        disconnect()
+
+
+def _run(cfg: Config, args: RunArgs, env: Environment) -> int:
+    timeouts = read_timeouts()
+    if env.rank == 0:
+        logger.info("%s", timeouts.describe())
+        for warning in timeouts.warnings:
+            logger.warning("%s", warning)
+    connect(env, timeouts)
+    trainer = Trainer(cfg, args, env)
+    trainer.train()
+    trainer.close()
+    if env.world_size > 1:
+        gather_rows([0.0])  # no rank leaves while another may still need it
+    return 0

@@ -1,0 +1,120 @@
+"""From a configuration to a model on this rank, by ``parallel.strategy``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from torchtitan_npu.config import Config
+from torchtitan_npu.models import build_model
+from torchtitan_npu.planning import fsdp_options
+from torchtitan_npu.train.optimizer import decayed_names
+
+logger = logging.getLogger(__name__)
+
+
+class ParallelModel(Protocol):
+    """A model whose gradients, after backward, are the average over the ranks."""
+
+    module: nn.Module
+    """Names the parameters; its ``parameters()`` are what the optimizer updates."""
+    sharded: bool
+    """Whether each rank holds only its pieces."""
+    decayed: frozenset[str]
+    """Names of the parameters that weight decay applies to."""
+    num_parameters: int
+    """Of the whole model."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits ``[B, T, V]``."""
+        ...
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        """Surrounds forward and backward of one micro-batch; ``last``: of its optimizer step."""
+        ...
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Scale the gradients down to a global 2-norm of ``max_norm``; return the norm before. Collective."""
+        ...
+
+
+def parallelize(cfg: Config) -> ParallelModel:
+    """Build and initialise the model that ``cfg`` describes. Collective.
+
+    It is built without memory first; FSDP shards it and then fills the shards, so no rank ever holds the whole model.
+    """
+    with torch.device("meta"):
+        model = build_model(cfg.model, document_mask=cfg.data.document_mask)
+    if cfg.parallel.strategy == "fsdp":
+        return ShardedModel(model, cfg)
+    if cfg.parallel.strategy == "ddp":
+        return ReplicatedModel(model, cfg)
+    raise ValueError(f"parallel.strategy={cfg.parallel.strategy} is not supported; use fsdp or ddp")
+
+
+class ShardedModel:
+    """``strategy: fsdp``. Gradients are reduced after every micro-batch: the least memory."""
+
+    sharded = True
+
+    def __init__(self, model: nn.Module, cfg: Config) -> None:
+        from torchtitan_npu.fsdp import FSDP
+
+        self.decayed = decayed_names(model)
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        # FSDP returns the module that it was given, extended.
+        self._model: Any = FSDP(model, init_seed=cfg.training.seed, **fsdp_options(cfg.parallel))  # type: ignore[call-arg]
+        self.module = cast(nn.Module, self._model)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self._model(tokens_BT)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        return float(self._model.clip_grad_norm_(math.inf if max_norm is None else max_norm))
+
+
+class ReplicatedModel:
+    """``strategy: ddp``: torch's DistributedDataParallel, with autocast for bf16."""
+
+    sharded = False
+
+    def __init__(self, model: nn.Module, cfg: Config) -> None:
+        if cfg.parallel.reshard_after_forward is not None:
+            logger.warning("parallel.reshard_after_forward has no effect with parallel.strategy=ddp")
+        self.decayed = decayed_names(model)
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.module = model.to_empty(device="cpu")
+        torch.manual_seed(cfg.training.seed)
+        self.module.init_weights()  # type: ignore[operator]
+        self._autocast = cfg.parallel.dtype == "bf16"
+        self._ddp = DistributedDataParallel(
+            self.module,
+            bucket_cap_mb=cfg.parallel.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            forward_sync_buffers=False,
+        )
+        if cfg.parallel.reduce_dtype == "bf16":
+            self._ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
+            return self._ddp(tokens_BT)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if last else self._ddp.no_sync()
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        return float(clip_grad_norm_(self.module.parameters(), math.inf if max_norm is None else max_norm))

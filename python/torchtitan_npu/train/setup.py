@@ -1,0 +1,90 @@
+"""What has to be right before the model is built: data, and what the log says about the run."""
+
+from __future__ import annotations
+
+import logging
+
+from torchtitan_npu.config import Config, RunArgs
+from torchtitan_npu.data import DataError, PackedLoader, TokenDataset, open_dataset
+from torchtitan_npu.launch import Environment, gather_texts, together
+
+logger = logging.getLogger(__name__)
+
+_FLASH_HINT_SEQ_LEN = 2048
+
+
+def open_loader(cfg: Config, args: RunArgs, env: Environment, dp_degree: int) -> PackedLoader:
+    """Open the data, which local rank 0 of each machine converts first, and check that all ranks see the same.
+
+    Raises:
+        DataError: the data cannot be used, or differs between ranks.
+    """
+
+    def build() -> TokenDataset | None:
+        return open_dataset(args.data_dir, cfg.model.vocab_size) if env.local_rank == 0 else None
+
+    def find(built: TokenDataset | None) -> TokenDataset:
+        return built or open_dataset(args.data_dir, cfg.model.vocab_size, build=False)
+
+    built = together(build)
+    dataset = together(lambda: find(built))
+    fingerprints = gather_texts(dataset.fingerprint)
+    different = [rank for rank, text in enumerate(fingerprints) if text != fingerprints[0]]
+    if different:
+        raise DataError(
+            f"--data_dir {args.data_dir} holds other data on ranks {different} than on rank 0; give every machine the "
+            "same files"
+        )
+
+    def build_loader() -> PackedLoader:
+        try:
+            return PackedLoader(
+                dataset,
+                batch_size=cfg.training.batch_size,
+                seq_len=cfg.training.seq_len,
+                dp_rank=env.rank,
+                dp_size=dp_degree,
+                seed=cfg.training.seed,
+                shuffle=cfg.data.shuffle,
+                pack=cfg.data.pack,
+                append_eos=cfg.data.append_eos,
+                eos_id=cfg.data.eos_id,
+            )
+        except DataError:
+            raise
+        except ValueError as error:
+            raise DataError(str(error)) from error
+
+    return together(build_loader)
+
+
+def log_header(cfg: Config, *, num_parameters: int, dp_degree: int, memory: str) -> None:
+    """What the run is, before step 1: parameters, tokens, memory."""
+    training = cfg.training
+    sequences = training.batch_size * dp_degree * training.gradient_accumulation_steps
+    tokens = sequences * training.seq_len
+    logger.info(
+        "model %s: %s parameters, strategy %s, %s, data-parallel degree %d",
+        cfg.model.name,
+        f"{num_parameters:,}",
+        cfg.parallel.strategy,
+        cfg.parallel.dtype,
+        dp_degree,
+    )
+    logger.info(
+        "global batch: batch_size %d x dp_degree %d x gradient_accumulation_steps %d = %d sequences = %s tokens per "
+        "step; %s steps, %s tokens in total",
+        training.batch_size,
+        dp_degree,
+        training.gradient_accumulation_steps,
+        sequences,
+        f"{tokens:,}",
+        f"{training.max_steps:,}",
+        f"{tokens * training.max_steps:,}",
+    )
+    logger.info("%s", memory)
+    if not cfg.model.use_flash_attention and training.seq_len >= _FLASH_HINT_SEQ_LEN:
+        logger.info(
+            "hint: model.use_flash_attention is false and training.seq_len is %d; true needs less memory and time",
+            training.seq_len,
+        )

@@ -1,0 +1,255 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, TrainState, load, save
+from torchtitan_npu.config import Config, RunArgs, to_dict, validate_world
+from torchtitan_npu.data import Batch
+from torchtitan_npu.launch import Environment, gather_rows, gather_texts, together
+from torchtitan_npu.planning import estimate_memory
+from torchtitan_npu.train.loss import count_valid_labels, step_loss
+from torchtitan_npu.train.memory import memory_capacity_bytes, peak_resident_bytes
+from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
+from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
+from torchtitan_npu.train.parallelize import parallelize
+from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
+from torchtitan_npu.train.schedule import learning_rate_at
+from torchtitan_npu.train.setup import log_header, open_loader
+
+logger = logging.getLogger(__name__)
+
+_ETA_AFTER_STEPS = 10
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says where it stands and what to do."""
+
+
+class Trainer:
+    """One rank of a training run: everything from the data to the checkpoint at the end.
+
+    Building it does all that can fail early, in the order of cost: directories, data, checkpoint choice, model, resume.
+    Every method is collective.
+    """
+
+    def __init__(self, cfg: Config, args: RunArgs, env: Environment) -> None:
+        self.cfg, self.args, self.env = cfg, args, env
+        self.dp_degree = validate_world(cfg, env.world_size).dp
+        if cfg.training.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.store = CheckpointStore(args.checkpoint_dir)
+        together(self.store.prepare)
+        self.loader = open_loader(cfg, args, env, self.dp_degree)
+        self.step = 0
+        self.tokens = 0
+        self.last_checkpoint = self._choose_checkpoint()
+        self.finished = self._already_finished()
+        if self.finished:
+            return
+
+        self.model = parallelize(cfg)
+        # From here on the random state belongs to training; initialisation must not shift it.
+        torch.manual_seed(cfg.training.seed + env.rank)
+        self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg.training)
+        log_header(
+            cfg,
+            num_parameters=self.model.num_parameters,
+            dp_degree=self.dp_degree,
+            memory=estimate_memory(cfg, env.world_size).describe() if env.rank == 0 else "",
+        )
+        if self.last_checkpoint is not None:
+            self._resume(self.last_checkpoint)
+        self.metrics = together(lambda: MetricsWriter(args.log_dir, resumed_step=self.step) if env.rank == 0 else None)
+        self._capacity_bytes = memory_capacity_bytes()
+
+    def train(self) -> None:
+        """Run the remaining steps, saving as configured.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite.
+            CheckpointError: the last checkpoint could not be saved.
+        """
+        if self.finished:
+            return
+        training = self.cfg.training
+        first_step = self.step + 1
+        interval_tokens, interval_seconds = 0, 0.0
+        seconds_since_start = 0.0
+        for step in range(first_step, training.max_steps + 1):
+            metrics = self._train_step(step)
+            interval_tokens += self._tokens_per_step
+            interval_seconds += metrics.step_time
+            seconds_since_start += metrics.step_time
+            if self.metrics is not None:
+                self.metrics.write(metrics, self._tokens_per_step / metrics.step_time, self.env.world_size)
+            if step == 1 or step % training.log_interval == 0:
+                logger.info("%s", format_step(metrics, interval_tokens / interval_seconds, self._capacity_bytes))
+                interval_tokens, interval_seconds = 0, 0.0
+            done = step - first_step + 1
+            if done == _ETA_AFTER_STEPS and step < training.max_steps:
+                # The first step warms up caches and allocators.
+                remaining = (training.max_steps - step) * seconds_since_start / done
+                logger.info("about %s to go, for %d more steps", format_duration(remaining), training.max_steps - step)
+            interval = training.checkpoint.save_interval
+            if step == training.max_steps or (interval and step % interval == 0):
+                self._save(final=step == training.max_steps)
+        self._log_end()
+
+    def close(self) -> None:
+        """Flush and close the files of the metrics."""
+        if not self.finished and self.metrics is not None:
+            self.metrics.close()
+
+    @property
+    def _tokens_per_step(self) -> int:
+        training = self.cfg.training
+        return training.batch_size * self.dp_degree * training.gradient_accumulation_steps * training.seq_len
+
+    def _train_step(self, step: int) -> StepMetrics:
+        training = self.cfg.training
+        start = time.monotonic()
+        first_sample = self.loader.global_sample
+        batches = [next(self.loader) for _ in range(training.gradient_accumulation_steps)]
+        data_seconds = time.monotonic() - start
+        valid_labels = count_valid_labels(batches)
+        if valid_labels == 0:
+            raise TrainingError(
+                f"step {step}: none of its {self._tokens_per_step} labels is valid (global samples from "
+                f"{first_sample}); the documents there have fewer than two tokens each"
+            )
+        loss_sum = self._accumulate_gradients(batches, valid_labels)
+        grad_norm = self.model.clip_grad_norm(training.max_grad_norm)
+        rows = gather_rows([loss_sum, grad_norm, peak_resident_bytes()])
+        self._check_finite(step, rows, first_sample)
+
+        learning_rate = learning_rate_at(
+            step,
+            peak=training.learning_rate,
+            minimum=training.min_lr,
+            warmup_steps=training.warmup_steps,
+            max_steps=training.max_steps,
+            shape=training.lr_schedule,
+        )
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step = step
+        self.tokens += self._tokens_per_step
+        return StepMetrics(
+            step=step,
+            loss=sum(row[0] for row in rows) / valid_labels,
+            grad_norm=grad_norm,
+            lr=learning_rate,
+            tokens=self.tokens,
+            step_time=time.monotonic() - start,
+            data_time=data_seconds,
+            mem_bytes=int(max(row[2] for row in rows)),
+        )
+
+    def _accumulate_gradients(self, batches: list[Batch], valid_labels: int) -> float:
+        """Forward and backward of this rank's micro-batches; returns the sum of their losses in nats."""
+        loss_sum = 0.0
+        for index, batch in enumerate(batches):
+            with self.model.micro_batch(last=index == len(batches) - 1):
+                logits_BTV = self.model.forward(batch.inputs)
+                scaled, total = step_loss(logits_BTV, batch.labels, valid_labels=valid_labels, dp_degree=self.dp_degree)
+                scaled.backward()
+            loss_sum += float(total)
+        return loss_sum
+
+    def _check_finite(self, step: int, rows: list[list[float]], first_sample: int) -> None:
+        bad_loss = [rank for rank, row in enumerate(rows) if not math.isfinite(row[0])]
+        bad_norm = [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
+        if not bad_loss and not bad_norm:
+            return
+        what = f"the loss on rank(s) {bad_loss}" if bad_loss else "the gradient (every loss is finite)"
+        kept = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "there is no checkpoint"
+        raise TrainingError(
+            f"step {step}: {what} is not finite; the update was not applied on any rank, and {kept}. The step read the "
+            f"global samples {first_sample}..{self.loader.global_sample - 1}. Lower training.learning_rate, lengthen "
+            "training.warmup_steps, or try parallel.dtype=fp32, and start the same command again"
+        )
+
+    def _choose_checkpoint(self) -> Path | None:
+        """Rank 0's choice, for all ranks: their views of a network file system may differ."""
+
+        def choose() -> str:
+            if self.env.rank != 0:
+                return ""
+            return str(choose_checkpoint(self.cfg.training.resume, self.store) or "")
+
+        chosen = gather_texts(together(choose))[0]
+        return Path(chosen) if chosen else None
+
+    def _already_finished(self) -> bool:
+        if self.last_checkpoint is None:
+            return False
+        step = TrainState.read(self.last_checkpoint).step
+        if step < self.cfg.training.max_steps:
+            return False
+        logger.info(
+            "nothing to do: %s is at step %d and training.max_steps is %d; raise training.max_steps to train on",
+            self.last_checkpoint,
+            step,
+            self.cfg.training.max_steps,
+        )
+        return True
+
+    def _resume(self, path: Path) -> None:
+        state = together(lambda: TrainState.read(path))
+        compare_configuration(path, state.config, self.cfg)
+        load(path, self.model.module, self.optimizer, sharded=self.model.sharded)
+        try:
+            self.loader.load_state_dict(state.data)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        self.step, self.tokens = state.step, state.tokens
+        logger.info(
+            "resumed from %s: step %d of %d, %s tokens, global sample %s",
+            path,
+            self.step,
+            self.cfg.training.max_steps,
+            f"{self.tokens:,}",
+            f"{self.loader.global_sample:,}",
+        )
+
+    def _save(self, *, final: bool) -> None:
+        """Save; a failure is logged and the run goes on, except at the end."""
+        state = TrainState(
+            step=self.step,
+            tokens=self.tokens,
+            world_size=self.env.world_size,
+            data=self.loader.state_dict(),
+            config=to_dict(self.cfg),
+        )
+        try:
+            self.last_checkpoint = save(
+                self.store,
+                self.model.module,
+                self.optimizer,
+                state,
+                sharded=self.model.sharded,
+                max_keep=self.cfg.training.checkpoint.max_keep,
+            )
+        except CheckpointError as error:
+            if final:
+                raise
+            logger.error("%s; training goes on and saves again at the next interval", error)
+
+    def _log_end(self) -> None:
+        assert self.last_checkpoint is not None, "the last step saves"
+        if self.metrics is not None:
+            logger.info(
+                "done, %d steps. Checkpoint: %s, metrics: %s, TensorBoard: tensorboard --logdir %s",
+                self.step,
+                self.last_checkpoint,
+                self.metrics.path,
+                self.metrics.tensorboard_dir,
+            )

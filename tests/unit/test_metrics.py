@@ -1,0 +1,91 @@
+"""The log line, its numbers, and the metrics file across resumes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from torchtitan_npu.train.memory import memory_capacity_bytes, peak_resident_bytes
+from torchtitan_npu.train.metrics import (
+    MetricsWriter,
+    StepMetrics,
+    format_duration,
+    format_learning_rate,
+    format_step,
+)
+
+# R49, verbatim
+LINE = re.compile(
+    r"^\[Step (\d+)\] loss=(\d+\.\d{2}|nan|inf), lr=(\d(?:\.\d+)?e-?\d+|0), throughput=(\d+) tokens/s, "
+    r"mem=(\d+\.\d)GB/(\d+)GB$"
+)
+
+
+def _metrics(step: int = 100, loss: float = 7.1249, lr: float = 2.7e-4, mem_bytes: int = 0) -> StepMetrics:
+    return StepMetrics(
+        step=step, loss=loss, grad_norm=1.0, lr=lr, tokens=step * 64, step_time=0.5, data_time=0.1, mem_bytes=mem_bytes
+    )
+
+
+def test_the_line_of_the_article() -> None:
+    line = format_step(_metrics(mem_bytes=int(58.2 * 1024**3)), 620.4, 64 * 1024**3)
+    assert line == "[Step 100] loss=7.12, lr=2.7e-4, throughput=620 tokens/s, mem=58.2GB/64GB"
+
+
+@pytest.mark.parametrize("loss", [0.0, 10.823, 1234.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("lr", [0.0, 3e-4, 2.97123e-4, 1.0, 9.9999e-5, 1e-12, 20.0])
+def test_every_line_matches(loss: float, lr: float) -> None:
+    assert LINE.fullmatch(format_step(_metrics(loss=loss, lr=lr), 0.2, 24 * 1024**3))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3e-4, "3e-4"), (2.7e-4, "2.7e-4"), (2.9653e-4, "2.97e-4"), (9.9999e-4, "1e-3"), (0.0, "0"), (1.0, "1e0")],
+)
+def test_learning_rate(value: float, text: str) -> None:
+    assert format_learning_rate(value) == text
+    assert float(text) == pytest.approx(value, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(11.2, "12 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (97200, "1 d 3 h")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def _steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, resumed_step=0) as writer:
+        for step in range(1, 6):
+            writer.write(_metrics(step), 128.0, world_size=2)
+    with open(writer.path, "a") as file:
+        file.write('{"step": 6, "lo')  # the process was killed in the middle of a line
+    with MetricsWriter(tmp_path, resumed_step=3) as writer:
+        writer.write(_metrics(4, loss=1 / 3), 128.0, world_size=2)
+    assert _steps(writer.path) == [1, 2, 3, 4]
+    last = json.loads(writer.path.read_text().splitlines()[-1])
+    assert last["loss"] == 1 / 3
+    assert last["tokens_per_second_per_card"] == 64.0
+    assert any(writer.tensorboard_dir.iterdir())
+
+
+def test_a_fresh_run_keeps_the_file_of_an_earlier_one(tmp_path: Path) -> None:
+    for first in (1, 11, 21):
+        with MetricsWriter(tmp_path, resumed_step=0) as writer:
+            writer.write(_metrics(first), 128.0, world_size=1)
+    assert _steps(writer.path) == [21]
+    assert _steps(tmp_path / "metrics.1.jsonl") == [1]
+    assert _steps(tmp_path / "metrics.2.jsonl") == [11]
+
+
+def test_memory_is_measured() -> None:
+    before = peak_resident_bytes()
+    block = bytearray(64 * 1024**2)
+    assert peak_resident_bytes() >= before
+    assert len(block) < peak_resident_bytes() <= memory_capacity_bytes()

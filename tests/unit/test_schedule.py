@@ -1,0 +1,75 @@
+"""The learning-rate schedule, and the optimizer's groups."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torchtitan_npu.config import TrainingConfig
+from torchtitan_npu.train.optimizer import build_optimizer, decayed_names, set_learning_rate
+from torchtitan_npu.train.schedule import learning_rate_at
+
+
+def _rate(step: int, shape: str = "cosine", warmup_steps: int = 4, minimum: float = 0.1) -> float:
+    return learning_rate_at(step, peak=1.0, minimum=minimum, warmup_steps=warmup_steps, max_steps=12, shape=shape)
+
+
+def test_warm_up_is_linear_and_does_not_start_at_zero() -> None:
+    assert [_rate(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "middle", "end"),
+    [
+        # Step 8 is half-way between 4 and 12: 0.1 + 0.9 / 2.
+        ("cosine", 0.55, 0.1),
+        ("linear", 0.55, 0.1),
+        ("constant", 1.0, 1.0),
+    ],
+)
+def test_decay(shape: str, middle: float, end: float) -> None:
+    assert _rate(8, shape) == pytest.approx(middle)
+    assert _rate(12, shape) == pytest.approx(end)
+    assert _rate(13, shape) == pytest.approx(end)
+
+
+def test_cosine_is_above_linear_in_the_first_half() -> None:
+    # A quarter of the way: (1 + cos 45°) / 2 = 0.854 against 0.75.
+    assert _rate(6, minimum=0.0) == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    assert _rate(6, "linear", minimum=0.0) == pytest.approx(0.75)
+
+
+def test_no_warm_up_and_warm_up_over_the_whole_run() -> None:
+    assert _rate(1, "constant", warmup_steps=0) == 1.0
+    assert _rate(12, warmup_steps=12) == 1.0
+
+
+def test_decay_is_on_matrices_only() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    model.register_parameter("bias", torch.nn.Parameter(torch.zeros(2, 2)))
+    decayed = decayed_names(model)
+    assert decayed == {"0.weight", "1.weight"}
+    optimizer = build_optimizer(
+        model.named_parameters(), decayed, TrainingConfig(learning_rate=0.5, max_steps=1, weight_decay=0.1, seq_len=8)
+    )
+    sizes = {group["weight_decay"]: len(group["params"]) for group in optimizer.param_groups}
+    assert sizes == {0.1: 2, 0.0: 4}
+
+
+def test_state_exists_before_the_first_step_and_changes_nothing() -> None:
+    """A fresh AdamW and ours take the same step: m = 0.1 g, v = 0.05 g², and the same update, bit by bit."""
+    cfg = TrainingConfig(learning_rate=0.5, max_steps=1, weight_decay=0.1, seq_len=8)
+    initial = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = torch.nn.Parameter(initial.clone()), torch.nn.Parameter(initial.clone())
+    optimizer = build_optimizer([("w", ours)], frozenset({"w"}), cfg)
+    reference = torch.optim.AdamW([theirs], lr=0.5, betas=cfg.betas, weight_decay=0.1, fused=True)
+    assert set(optimizer.state[ours]) == {"step", "exp_avg", "exp_avg_sq"}
+    for rate in (0.5, 0.25):
+        ours.grad, theirs.grad = initial.clone(), initial.clone()
+        set_learning_rate(optimizer, rate)
+        set_learning_rate(reference, rate)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours, theirs)
+    assert torch.equal(optimizer.state[ours]["exp_avg"], reference.state[theirs]["exp_avg"])
