@@ -60,6 +60,7 @@ class Worker:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         import torch
+
         from torchtitan_npu import _C
 
         torch.set_num_threads(1)

@@ -84,6 +84,13 @@ void bind_device(py::module_& m) {
           py::arg("round_to"), py::arg("divisor") = 1.0, py::arg("accumulate") = false,
           py::call_guard<py::gil_scoped_release>(), "A source of 0 counts as zeros.")
       .def(
+          "sum_squares",
+          [](HostDevice& self, std::uintptr_t src, DType dtype, std::size_t numel) {
+            return self.sum_squares(pointer(src), dtype, numel);
+          },
+          py::arg("src"), py::arg("dtype"), py::arg("numel"), py::call_guard<py::gil_scoped_release>(),
+          "In float64.")
+      .def(
           "zero", [](HostDevice& self, std::uintptr_t dst, std::size_t bytes) { self.zero(pointer(dst), bytes); },
           py::arg("dst"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>());
 }

@@ -224,8 +224,14 @@ void Engine::begin_forward() {
   if (forward_depth_++ > 0) {
     return;
   }
+  for (auto& u : units_) {
+    u.forward_uses = 0;  // of a unit that was called by itself and failed
+  }
   // Masters may have changed since anything was gathered. A backward that is still to come gathers again.
   release_all();
+  for (auto& u : units_) {
+    u.forward_uses = 0;  // of a unit that was called by itself and ended in an exception
+  }
   forward_order_.current.clear();
   client_.expose(kAllUnits, true);
 }
@@ -248,11 +254,14 @@ void Engine::before_forward(std::int32_t unit) {
     release(unit);  // called by itself, outside the root: masters may have changed
   }
   gather(unit);
+  if (forward_depth_ == 0 && backward_active_) {
+    // Recomputed under activation checkpointing, which may stop before the unit's end: what frees it is its backward.
+    begin_backward_of(unit);
+    return;
+  }
   ++u.forward_uses;
   if (forward_depth_ > 0) {
     record_and_prefetch(forward_order_, unit, "forward");
-  } else if (backward_active_) {
-    begin_backward_of(unit);  // recomputed under activation checkpointing: its backward follows
   } else {
     client_.expose(unit, true);
   }
@@ -260,8 +269,11 @@ void Engine::before_forward(std::int32_t unit) {
 
 void Engine::after_forward(std::int32_t unit, bool backward_follows) {
   auto& u = unit_state(unit);
+  if (u.forward_uses == 0 && backward_active_) {
+    return;  // recomputed
+  }
   TT_CHECK(u.forward_uses > 0, "unit '", name(unit), "' ended a forward that it did not begin");
-  if (--u.forward_uses > 0 || backward_active_) {
+  if (--u.forward_uses > 0) {
     return;
   }
   if (forward_depth_ == 0) {

@@ -88,6 +88,8 @@ class Engine {
   void begin_backward_of(std::int32_t unit);
   void finish_backward_of(std::int32_t unit);
   std::int32_t choose_place(std::int32_t unit);
+  // Whether a forward that runs now does so for activation checkpointing.
+  bool is_recomputation() const { return backward_active_ && forward_depth_ == 0; }
   bool rotates(std::int32_t unit) const { return arena_.own_place(unit) < 0; }
   bool in_use(const Unit& unit) const { return unit.forward_uses > 0 || unit.in_backward; }
   Unit& unit_state(std::int32_t unit) { return units_[static_cast<std::size_t>(unit)]; }

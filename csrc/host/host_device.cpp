@@ -1,5 +1,6 @@
 #include "host/host_device.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "base/error.h"
@@ -44,7 +45,15 @@ void HostDevice::sum(std::byte* dst, std::span<const std::byte* const> sources, 
   TT_CHECK(!sources.empty(), "a sum needs a source");
   const KernelTable::Sum kernel = kernels_.sum[index_of(spec.result)][index_of(spec.wire)];
   TT_CHECK(kernel != nullptr, "a sum of ", name_of(spec.wire), " into ", name_of(spec.result), " is not defined");
-  kernel({dst, sources.data(), sources.size(), numel, spec.round_to, spec.divisor, spec.accumulate});
+  int exponent = 0;
+  const bool power_of_two = std::frexp(spec.divisor, &exponent) == 0.5;
+  kernel({dst, sources.data(), sources.size(), numel, spec.round_to, spec.divisor,
+          power_of_two ? 1 / spec.divisor : 0, spec.accumulate});
+}
+
+double HostDevice::sum_squares(const std::byte* src, DType dtype, std::size_t numel) {
+  check_floating(dtype, "a norm");
+  return kernels_.sum_squares[index_of(dtype)](src, numel);
 }
 
 void HostDevice::zero(std::byte* dst, std::size_t bytes) {

@@ -17,6 +17,7 @@ class HostDevice final : public runtime::Device {
   void add(std::byte* dst, DType dst_dtype, const std::byte* src, DType src_dtype, std::size_t numel) override;
   void sum(std::byte* dst, std::span<const std::byte* const> sources, std::size_t numel,
            const runtime::SumSpec& spec) override;
+  double sum_squares(const std::byte* src, DType dtype, std::size_t numel) override;
   void zero(std::byte* dst, std::size_t bytes) override;
 
  private:

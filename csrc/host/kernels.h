@@ -31,6 +31,7 @@ struct SumArguments {
   std::size_t numel;
   DType round_to;
   double divisor;
+  double exact_reciprocal;  // 1 / divisor where multiplying by it is exact (powers of two), else 0
   bool accumulate;
 };
 
@@ -42,10 +43,12 @@ struct KernelTable {
   using Cast = void (*)(std::byte* dst, const std::byte* src, std::size_t numel);
   using Add = void (*)(std::byte* dst, const std::byte* src, std::size_t numel);
   using Sum = void (*)(const SumArguments& arguments);
+  using SumSquares = double (*)(const std::byte* src, std::size_t numel);
 
   Cast cast[kFloatTypes][kFloatTypes];  // [dst][src]
   Add add[kFloatTypes][kFloatTypes];    // [dst][src]
   Sum sum[kFloatTypes][kFloatTypes];    // [result][wire]; null where SumSpec does not allow the pair
+  SumSquares sum_squares[kFloatTypes];
 };
 
 // Instruction sets that this processor can run, slowest first; kPortable is always there.

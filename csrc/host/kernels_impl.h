@@ -4,7 +4,7 @@
 // that no inline function of theirs is compiled for a target that other files must not run.
 //
 // There are no separate loops for the last elements: they are copied to a padded vector and take the same way.
-// No multiplication is followed by an addition, so contraction to FMA cannot change results.
+// Sums and casts never add to a product, so contraction to FMA cannot change their results.
 
 namespace tt::host {
 namespace {
@@ -297,8 +297,13 @@ TT_INLINE void sum_vectors(const SumArguments& a, std::byte* dst, std::size_t fi
     add_source<kWire, L, kVectors, kPartial, A>(sum, a.sources[s] ? a.sources[s] + offset : nullptr, count, false);
   }
   const A divisor = static_cast<A>(a.divisor);
+  const A reciprocal = static_cast<A>(a.exact_reciprocal);
   for (std::size_t v = 0; v < kVectors; ++v) {
-    if (a.divisor != 1) sum[v] = sum[v] / divisor;
+    if (reciprocal != 0) {
+      sum[v] = sum[v] * reciprocal;
+    } else {
+      sum[v] = sum[v] / divisor;
+    }
     // Storing rounds to kResult anyway; adding needs the rounded quotient.
     if (a.round_to != kResult || a.accumulate) sum[v] = rounded_to<A, L>(a.round_to, sum[v]);
     Vector<R, L> result = __builtin_convertvector(sum[v], Vector<R, L>);
@@ -326,6 +331,34 @@ void sum(const SumArguments& a) {
   }
 }
 
+// ---- norm
+// ------------------------------------------------------------------------------------------------------------
+
+// In float64, so that the result does not depend on how a tensor is cut into pieces (to float32's precision).
+template <DType kType>
+double sum_squares(const std::byte* src, std::size_t numel) {
+  constexpr std::size_t L = kLanesOf<double>;
+  constexpr std::size_t kVectors = 4;
+  Vector<double, L> sums[kVectors] = {};
+  std::size_t i = 0;
+  for (; i + kVectors * L <= numel; i += kVectors * L) {
+    for (std::size_t v = 0; v < kVectors; ++v) {
+      const Vector<double, L> value = load<kType, double, L>(src + (i + v * L) * size_of(kType));
+      sums[v] += value * value;
+    }
+  }
+  for (; i < numel; i += L) {
+    const Vector<double, L> value =
+        load_first<kType, double, L>(src + i * size_of(kType), numel - i < L ? numel - i : L);
+    sums[0] += value * value;
+  }
+  double total = 0;
+  for (std::size_t lane = 0; lane < L; ++lane) {
+    for (std::size_t v = 0; v < kVectors; ++v) total += sums[v][lane];
+  }
+  return total;
+}
+
 // ---- table
 // ------------------------------------------------------------------------------------------------------------
 
@@ -343,6 +376,10 @@ template <std::size_t... kPairs>
 constexpr KernelTable make_table(std::index_sequence<kPairs...>) {
   KernelTable table{};
   (fill_pair<kPairs / kFloatTypes, kPairs % kFloatTypes>(table), ...);
+  table.sum_squares[static_cast<std::size_t>(DType::kFloat32)] = &sum_squares<DType::kFloat32>;
+  table.sum_squares[static_cast<std::size_t>(DType::kFloat16)] = &sum_squares<DType::kFloat16>;
+  table.sum_squares[static_cast<std::size_t>(DType::kBFloat16)] = &sum_squares<DType::kBFloat16>;
+  table.sum_squares[static_cast<std::size_t>(DType::kFloat64)] = &sum_squares<DType::kFloat64>;
   return table;
 }
 

@@ -31,6 +31,9 @@ class Device {
   // Sums `sources` (all of `numel` elements of spec.wire; a null source counts as zeros) into dst.
   virtual void sum(std::byte* dst, std::span<const std::byte* const> sources, std::size_t numel, const SumSpec& spec) = 0;
 
+  // Sum of squares, formed in float64 so that it does not depend on how a tensor is cut.
+  virtual double sum_squares(const std::byte* src, DType dtype, std::size_t numel) = 0;
+
   virtual void zero(std::byte* dst, std::size_t bytes) = 0;
 };
 

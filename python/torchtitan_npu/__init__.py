@@ -1,7 +1,7 @@
 """Distributed training of large language models on Ascend NPUs and CPUs, with a native FSDP core.
 
-``FSDP``, ``fully_shard``, ``MixedPrecisionPolicy`` and ``StateDictType`` are the public names; they are loaded at first use, so that
-``import torchtitan_npu`` costs nothing beyond ``import torch`` and needs no NPU library.
+``FSDP``, ``fully_shard``, ``MixedPrecisionPolicy`` and ``StateDictType`` are the public names; they are loaded at first
+use, so that ``import torchtitan_npu`` costs nothing beyond ``import torch`` and needs no NPU library.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
 from torchtitan_npu.cli import train_main
 
 from .conftest import Workspace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from torchtitan_npu.launch import Environment, LaunchError, read_environment, read_timeouts
 
 TORCHRUN = {

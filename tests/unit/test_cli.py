@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from torchtitan_npu import cli
 from torchtitan_npu.config import Config, RunArgs
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from torchtitan_npu.config import (
     PRESETS,
     Config,

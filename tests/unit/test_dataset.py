@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from torchtitan_npu.data import DataError, build_index, open_dataset
 from torchtitan_npu.data import index as index_module
 

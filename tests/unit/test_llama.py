@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from torchtitan_npu.config import ModelConfig, preset
 from torchtitan_npu.models import build_model
 from torchtitan_npu.ops import cross_entropy

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from torchtitan_npu.train.memory import memory_capacity_bytes, peak_resident_bytes
 from torchtitan_npu.train.metrics import (
     MetricsWriter,

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from torchtitan_npu.ops import IGNORE_INDEX, apply_rotary, attention, cross_entropy, rms_norm, rotary_tables
 
 

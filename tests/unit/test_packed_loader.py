@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from torchtitan_npu.data import IGNORE_INDEX, Batch, DataError, PackedLoader, TokenDataset, open_dataset
 
 VOCAB = 1000

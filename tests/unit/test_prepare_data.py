@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.files import atomic_write, expand_paths
 from torchtitan_npu.data.prepare import main

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from torchtitan_npu.config import TrainingConfig
 from torchtitan_npu.train.optimizer import build_optimizer, decayed_names, set_learning_rate
 from torchtitan_npu.train.schedule import learning_rate_at

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.files import expand_paths
 from torchtitan_npu.data.index import build_index, check_vocab, find_index, fingerprint

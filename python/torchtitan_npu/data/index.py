@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.files import atomic_write, expand_paths
 from torchtitan_npu.data.index_file import (

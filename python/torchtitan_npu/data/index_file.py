@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
 from torchtitan_npu.data.errors import DataError
 
 BIN_HEADER_BYTES = 64

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from torchtitan_npu.data.dataset import TokenDataset
 from torchtitan_npu.data.errors import DataError
 

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
 from torchtitan_npu.data.errors import DataError
 
 _SHOWN = 60

@@ -3,6 +3,7 @@
 from torchtitan_npu._C import PeerError
 from torchtitan_npu.fsdp.clip import clip_grad_norm as clip_grad_norm_
 from torchtitan_npu.fsdp.grouping import fully_shard
+from torchtitan_npu.fsdp.initialize import materialize
 from torchtitan_npu.fsdp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from torchtitan_npu.fsdp.piece import Piece
 from torchtitan_npu.fsdp.plan import FSDPPlan, UnitInfo, plan_model
@@ -21,6 +22,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "load_optimizer_state_dict",
+    "materialize",
     "optimizer_state_dict",
     "plan_model",
     "save_full",

@@ -17,7 +17,9 @@ KINDS = ("auto", "shared_memory", "c10d")
 
 
 def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
-    """Collective over ``ranks``. ``kind``: ``"auto"``, or one of the two to insist on it (ValueError where it is impossible)."""
+    """Collective over ``ranks``. ``kind``: ``"auto"``, or one of the two to insist on it (ValueError where it is
+    impossible).
+    """
     if kind not in KINDS:
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
     timeouts = read_timeouts()
@@ -40,7 +42,8 @@ def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
             )
         if kind == "shared_memory":
             raise ValueError(
-                "communicator='shared_memory': the ranks are not on one machine (or in different containers or users there); "
+                "communicator='shared_memory': the ranks are not on one machine (or in different containers or users "
+                "there); "
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")

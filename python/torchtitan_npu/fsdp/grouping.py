@@ -31,19 +31,22 @@ class Unit:
 def fully_shard(module: nn.Module, *, reshard_after_forward: bool | None = None) -> nn.Module:
     """Marks ``module`` as a unit of its own, and returns it. ``FSDP(model)`` on the root then uses the marks.
 
-    Marks take the place of the automatic grouping for the whole model. ``reshard_after_forward`` overrides the root's setting for
-    this unit. A marked module refuses to run until ``FSDP`` was called on a module around it.
+    Marks take the place of the automatic grouping for the whole model. ``reshard_after_forward`` overrides the root's
+    setting for this unit. A marked module refuses to run until ``FSDP`` was called on a module around it.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"fully_shard needs an nn.Module, got {type(module).__name__}")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"fully_shard({type(module).__name__}) would never run its hooks: it has no forward; mark its items")
+        raise ValueError(
+            f"fully_shard({type(module).__name__}) would never run its hooks: it has no forward; mark its items"
+        )
     if UNIT_OPTIONS in module.__dict__:
         raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
 
     def refuse(module: nn.Module, args: object) -> None:
         raise RuntimeError(
-            f"{type(module).__name__} was marked with fully_shard, but FSDP was not called on the model around it: call "
+            f"{type(module).__name__} was marked with fully_shard, but FSDP was not called on the model around it: "
+            f"call "
             "FSDP(model, ...) after the last fully_shard and before the optimizer is built"
         )
 
@@ -54,8 +57,8 @@ def fully_shard(module: nn.Module, *, reshard_after_forward: bool | None = None)
 def find_units(model: nn.Module, policy: WrapPolicy | None) -> list[Unit]:
     """Units of ``model``, the root first, then in module order.
 
-    From ``fully_shard`` marks if there are any, else from ``policy`` (a predicate over modules), else the children of each outermost
-    ``nn.ModuleList``.
+    From ``fully_shard`` marks if there are any, else from ``policy`` (a predicate over modules), else the children of
+    each outermost ``nn.ModuleList``.
     """
     marked = {m: m.__dict__.pop(UNIT_OPTIONS) for m in model.modules() if UNIT_OPTIONS in m.__dict__}
     for _, handle in marked.values():
@@ -73,7 +76,9 @@ def find_units(model: nn.Module, policy: WrapPolicy | None) -> list[Unit]:
         units += [Unit(name, [m]) for name, m in model.named_modules() if m is not model and policy(m)]
         for unit in units[1:]:
             if isinstance(unit.modules[0], (nn.ModuleList, nn.ModuleDict)):
-                raise ValueError(f"auto_wrap_policy chose '{unit.name}', a container without a forward; choose its items")
+                raise ValueError(
+                    f"auto_wrap_policy chose '{unit.name}', a container without a forward; choose its items"
+                )
     else:
         _from_module_lists(model, "", units)
     return units
@@ -89,7 +94,8 @@ def _from_module_lists(module: nn.Module, prefix: str, units: list[Unit]) -> Non
 
 
 def assign_parameters(model: nn.Module, units: list[Unit]) -> dict[str, list[str]]:
-    """Gives every parameter to the innermost unit that contains all modules that hold it (tied ones: their common ancestor).
+    """Gives every parameter to the innermost unit that contains all modules that hold it (tied ones: their common
+    ancestor).
 
     Returns first name → all names. Fills ``unit.parameters``; drops units that are left without any, except the root.
     """

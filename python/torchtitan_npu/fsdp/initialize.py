@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -39,7 +40,8 @@ def make_ranks_agree(tensors: dict[str, torch.Tensor], ranks: RankGroup) -> None
         return
     if ranks.index == 0:
         logger.warning(
-            "%d of %d parameters and buffers differed between ranks (first: %s): rank %d's values are used on all ranks. Seed all "
+            "%d of %d parameters and buffers differed between ranks (first: %s): rank %d's values are used on all "
+            "ranks. Seed all "
             "ranks alike before building the model to avoid this broadcast",
             len(differing),
             len(mine),
@@ -62,14 +64,18 @@ def _digest(tensor: torch.Tensor) -> str:
 class MetaInitializer:
     """Makes the values of one unit at a time on the CPU, the same on every rank and for every grouping into units.
 
-    Each module that holds parameters or buffers directly is materialised alone and initialised by ``param_init_fn`` or its own
-    ``reset_parameters()``, with a random state that depends only on the seed and the module's name.
+    Each module that holds parameters or buffers directly is materialised alone and initialised by ``param_init_fn`` or
+    its own ``reset_parameters()``, with a random state that depends only on the seed and the module's name.
     """
 
     def __init__(self, model: nn.Module, seed: int, param_init_fn: ParamInitFn | None) -> None:
         self._seed = seed
         self._init = param_init_fn
         self._name_of = {module: name for name, module in model.named_modules()}
+        # Parameters that several modules share stay shared. Keyed by the meta parameter, kept so that its id stays its
+        # own.
+        self._meta: list[nn.Parameter] = []
+        self._made: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
     def materialize(self, modules: Iterable[nn.Module]) -> None:
         """Gives real, initialised tensors to the meta parameters and buffers that ``modules`` hold directly."""
@@ -81,17 +87,22 @@ class MetaInitializer:
     def _materialize_one(self, module: nn.Module) -> None:
         name = self._name_of[module]
         where = f"module '{name}' ({type(module).__name__})" if name else f"the root module ({type(module).__name__})"
-        made: dict[str, torch.Tensor] = {}
+        made: list[str] = []
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
-                full = torch.empty_like(parameter, device="cpu")
-                made[key] = _unwritten(full)
-                replacement = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                replacement.__dict__.update(parameter.__dict__)
+                replacement = self._made.get(id(parameter))
+                if replacement is None:
+                    full = _unwritten(torch.empty_like(parameter, device="cpu"))
+                    replacement = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                    replacement.__dict__.update(parameter.__dict__)
+                    self._made[id(parameter)] = replacement
+                    self._meta.append(parameter)
                 module._parameters[key] = replacement
+                made.append(key)
         for key, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = made[key] = _unwritten(torch.empty_like(buffer, device="cpu"))
+                module._buffers[key] = _unwritten(torch.empty_like(buffer, device="cpu"))
+                made.append(key)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_module_seed(self._seed, name))
             if self._init is not None:
@@ -109,9 +120,18 @@ class MetaInitializer:
             if tensor is not None and tensor.numel() > 0 and _is_unwritten(tensor.detach()):
                 raise ValueError(
                     f"'{name + '.' if name else ''}{key}' was on the meta device and was not initialised by "
-                    f"{'param_init_fn' if self._init else 'reset_parameters'} of {where}: initialise it there (non-persistent "
+                    f"{'param_init_fn' if self._init else 'reset_parameters'} of {where}: initialise it there "
+                    f"(non-persistent "
                     "buffers too), or build the model on the CPU"
                 )
+
+
+def materialize(model: nn.Module, seed: int) -> nn.Module:
+    """Initialises a whole meta-device model on the CPU with the values that ``FSDP(model, init_seed=seed)`` would
+    give it.
+    """
+    MetaInitializer(model, seed, None).materialize(model.modules())
+    return model
 
 
 def _unwritten(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,9 @@ class RankGroup:
 def resolve_mesh(device_mesh: Any) -> RankGroup:
     """The group behind ``device_mesh``.
 
-    Accepts None (all ranks), an int n (ranks 0 … n-1), a list or 1-D integer tensor of global ranks, or a 1-D ``DeviceMesh``; 2-D ones
-    only if one of the two dimensions has size 1. Raises ValueError for anything else, with the numbers.
+    Accepts None (all ranks), an int n (ranks 0 … n-1), a list or 1-D integer tensor of global ranks, or a 1-D
+    ``DeviceMesh``; 2-D ones only if one of the two dimensions has size 1. Raises ValueError for anything else, with the
+    numbers.
     """
     if not dist.is_initialized():
         return _without_process_group(device_mesh)
@@ -66,12 +67,14 @@ def _without_process_group(device_mesh: Any) -> RankGroup:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ValueError(
-            f"WORLD_SIZE is {world} but torch.distributed is not initialised: call torch.distributed.init_process_group() "
+            f"WORLD_SIZE is {world} but torch.distributed is not initialised: call "
+            f"torch.distributed.init_process_group() "
             "before FSDP(...)"
         )
     if device_mesh is not None and _flatten(device_mesh) != [0]:
         raise ValueError(
-            f"device_mesh has {len(_flatten(device_mesh))} ranks but this is a single process: start it with torchrun and call "
+            f"device_mesh has {len(_flatten(device_mesh))} ranks but this is a single process: start it with "
+            f"torchrun and call "
             "torch.distributed.init_process_group() first"
         )
     return RankGroup((0,), 0, None)
@@ -93,7 +96,8 @@ def _flatten(device_mesh: Any) -> list[int]:
             raise ValueError(f"device_mesh must hold global ranks (integers), got {device_mesh!r}")
         if mesh.ndim == 2 and 1 not in mesh.shape:
             raise ValueError(
-                f"not supported yet: a 2-D device_mesh of shape {tuple(mesh.shape)} (replicate x shard); pass the ranks as one "
+                f"not supported yet: a 2-D device_mesh of shape {tuple(mesh.shape)} (replicate x shard); pass the "
+                f"ranks as one "
                 "dimension"
             )
         if mesh.ndim not in (1, 2):

@@ -15,8 +15,8 @@ from torchtitan_npu.fsdp.state_dict import local_part, piece_of
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
-    State tensors that have the shape of a parameter's piece become ``Piece``; parameters in groups are named. Shares memory with the
-    optimizer; no communication.
+    State tensors that have the shape of a parameter's piece become ``Piece``; parameters in groups are named. Shares
+    memory with the optimizer; no communication.
     """
     state = state_of(model)
     by_id = {id(param.sharded): param for param in state.params}
@@ -34,7 +34,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Takes back what ``optimizer_state_dict`` gave: pieces of this rank, or whole tensors.
 
-    Groups are matched by the names of their parameters. Raises ValueError that names what does not fit. Copies the values.
+    Groups are matched by the names of their parameters. Raises ValueError that names what does not fit. Copies the
+    values.
     """
     state = state_of(model)
     by_name = {param.name: param for param in state.params}
@@ -61,7 +62,8 @@ def _known(by_id: dict[int, ShardedParam], parameter: torch.Tensor) -> ShardedPa
     param = by_id.get(id(parameter))
     if param is None:
         raise ValueError(
-            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of this FSDP model's: build it from "
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of this FSDP "
+            f"model's: build it from "
             "model.parameters() after FSDP(...)"
         )
     return param

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 class Piece(torch.Tensor):
     """A consecutive run of elements of a larger tensor (whole rows, as a rule), with the knowledge where it belongs.
 
-    Computes like a plain tensor. ``torch.distributed.checkpoint`` saves and loads it as chunks of the whole tensor, at most
-    ``2 * ndim - 1`` rectangles; ``torch.save`` writes a plain tensor.
+    Computes like a plain tensor. ``torch.distributed.checkpoint`` saves and loads it as chunks of the whole tensor, at
+    most ``2 * ndim - 1`` rectangles; ``torch.save`` writes a plain tensor.
     """
 
     fqn: str
@@ -38,9 +38,16 @@ class Piece(torch.Tensor):
         """The same memory as an ordinary tensor."""
         return self.as_subclass(torch.Tensor)
 
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole tensor, as ``torch.distributed.checkpoint`` asks (and as a DTensor answers); ``shape`` is
+        the piece's own.
+        """
+        return self.whole_shape if dim is None else self.whole_shape[dim]
+
     def __repr__(self, **_: Any) -> str:
         return (
-            f"Piece({self.plain()!r}, elements {self.start}..{self.start + self.numel()} of '{self.fqn}' {tuple(self.whole_shape)}, "
+            f"Piece({self.plain()!r}, elements {self.start}..{self.start + self.numel()} of '{self.fqn}' "
+            f"{tuple(self.whole_shape)}, "
             f"shard {self.rank} of {self.world_size})"
         )
 

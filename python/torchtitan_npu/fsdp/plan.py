@@ -13,7 +13,7 @@ from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
 
 _MIB = 1024**2
 
-_FLOATING = {
+FLOATING = {
     torch.float32: _C.DType.float32,
     torch.float16: _C.DType.float16,
     torch.bfloat16: _C.DType.bfloat16,
@@ -87,8 +87,10 @@ class FSDPPlan:
         """One log line."""
         cap = "none" if self.bucket_cap_mb is None else f"{self.bucket_cap_mb:g} MiB"
         return (
-            f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets (cap {cap}), "
-            f"{self.world_size} ranks, padding {100 * self.padding_fraction:.3f} %; per rank {_mib(self.parameter_bytes)} "
+            f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets "
+            f"(cap {cap}), "
+            f"{self.world_size} ranks, padding {100 * self.padding_fraction:.3f} %; per rank "
+            f"{_mib(self.parameter_bytes)} "
             f"parameters, {_mib(self.gradient_bytes)} gradients, at most {_mib(self.arena_bytes)} extra while training "
             f"(gathered {_mib(self.gather_bytes)}, reduce {_mib(self.reduce_bytes)})"
         )
@@ -107,7 +109,8 @@ def plan_model(
     bucket_cap_mb: float | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> FSDPPlan:
-    """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks. Needs no device; meta tensors will do.
+    """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks. Needs no device; meta tensors will
+    do.
 
     Raises ValueError for a model that cannot be sharded (no parameters, DTensor parameters, …) or a bad option.
     """
@@ -142,7 +145,7 @@ def plan_model(
         reshard_after_forward=reshards,
         nesting=nesting_depth(units, reshards),
         prefetch=PREFETCH,
-        reduce_dtype=None if policy.reduce_dtype is None else _FLOATING[policy.reduce_dtype],
+        reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],
     )
     arena = _C.Arena(native, schedule)
     buckets = native.buckets
@@ -191,16 +194,16 @@ def _describe(parameter: nn.Parameter, names: tuple[str, ...], policy: MixedPrec
         raise ValueError(f"not supported: parameter '{names[0]}' has layout {data.layout} and dtype {data.dtype}")
     if data.device.type not in ("cpu", "meta"):
         raise ValueError(f"not supported yet: parameter '{names[0]}' is on {data.device}; FSDP runs on the CPU")
-    if data.dtype not in _FLOATING and data.is_floating_point():
+    if data.dtype not in FLOATING and data.is_floating_point():
         raise ValueError(f"not supported: parameter '{names[0]}' has dtype {data.dtype}")
-    param_dtype = policy.param_dtype if policy.param_dtype is not None and data.dtype in _FLOATING else data.dtype
+    param_dtype = policy.param_dtype if policy.param_dtype is not None and data.dtype in FLOATING else data.dtype
     return ParamInfo(names, data.shape, data.dtype, param_dtype, parameter.requires_grad)
 
 
 def _spec(info: ParamInfo) -> _C.ParamSpec:
     rows = info.shape[0] if info.shape else 1
     row_numel = info.shape[1:].numel() if info.shape else 1
-    if info.master_dtype not in _FLOATING:
+    if info.master_dtype not in FLOATING:
         return _C.ParamSpec(
             name=info.name,
             rows=rows,
@@ -213,8 +216,8 @@ def _spec(info: ParamInfo) -> _C.ParamSpec:
         name=info.name,
         rows=rows,
         row_numel=row_numel,
-        param_dtype=_FLOATING[info.param_dtype],
-        master_dtype=_FLOATING[info.master_dtype],
+        param_dtype=FLOATING[info.param_dtype],
+        master_dtype=FLOATING[info.master_dtype],
         requires_grad=info.requires_grad,
     )
 

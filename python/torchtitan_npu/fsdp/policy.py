@@ -15,7 +15,8 @@ class MixedPrecisionPolicy:
     """Dtype of gathered floating-point parameters and of compute. The sharded master copy keeps the original dtype."""
 
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are summed over ranks. What travels is the narrower of it and ``param_dtype``; sums are formed in
+    """Dtype in which gradients are summed over ranks. What travels is the narrower of it and ``param_dtype``; sums are
+    formed in
     float32 and rounded to it once. ``None``: ``param_dtype``."""
 
     buffer_dtype: torch.dtype | None = None
@@ -40,4 +41,6 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype"):
             value = getattr(self, name)
             if value is not None and value not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-                raise ValueError(f"MixedPrecisionPolicy.{name}={value} is not supported: use float16, bfloat16 or float32")
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name}={value} is not supported: use float16, bfloat16 or float32"
+                )

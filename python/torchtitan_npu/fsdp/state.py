@@ -86,7 +86,8 @@ class FSDPState:
                 held = {id(p) for group in candidate.param_groups for p in group["params"]}
                 if held & mine:
                     raise ValueError(
-                        f"{type(candidate).__name__} was built from this model's parameters before FSDP(...): it would never see "
+                        f"{type(candidate).__name__} was built from this model's parameters before FSDP(...): it "
+                        f"would never see "
                         "the sharded ones. Build it afterwards, from the wrapped model's parameters()"
                     )
 
@@ -99,7 +100,8 @@ class FSDPState:
         other = next((i for i, value in enumerate(hashes) if value != hashes[0]), None)
         if other is not None:
             raise ValueError(
-                f"rank {self.ranks.ranks[0]} and rank {self.ranks.ranks[other]} wrap different models or use different FSDP options "
+                f"rank {self.ranks.ranks[0]} and rank {self.ranks.ranks[other]} wrap different models or use "
+                f"different FSDP options "
                 "(shapes, dtypes, requires_grad, bucket_cap_mb or units differ): build the model alike on all ranks"
             )
 
@@ -114,10 +116,11 @@ class FSDPState:
             tensors = {name: t.data for name, t in (*model.named_parameters(), *model.named_buffers())}
             make_ranks_agree(tensors, self.ranks)
 
+        plan_names = {info.name: info.names for info in self.plan.params}
         index = 0
         for unit_index, unit in enumerate(self.plan.module_units):
             if initializer is not None:
-                modules = {m: None for name in unit.parameters for m, _ in holders[name]}
+                modules = {m: None for name in unit.parameters for alias in plan_names[name] for m, _ in holders[alias]}
                 initializer.materialize(modules)
             for name in unit.parameters:
                 info = self.plan.params[index]
@@ -228,7 +231,8 @@ class FSDPState:
             if not recomputed:
                 engine.end_forward(follows)
         except BaseException:
-            self._abort_quietly()
+            if not recomputed:  # checkpointing ends a recomputation early by an exception, and the backward goes on
+                self._abort_quietly()
             raise
         return output
 

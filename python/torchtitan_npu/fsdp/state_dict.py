@@ -19,7 +19,9 @@ from torchtitan_npu.fsdp.piece import Piece
 from torchtitan_npu.fsdp.state import FSDPState, ShardedParam, state_of
 
 FULL_TIMEOUT_SECONDS = 30.0
-"""How long a FULL state dict waits for ranks that do not take part; ``TORCHTITAN_NPU_STATE_DICT_TIMEOUT`` overrides it."""
+"""How long a FULL state dict waits for ranks that do not take part; ``TORCHTITAN_NPU_STATE_DICT_TIMEOUT`` overrides
+it.
+"""
 
 _METADATA_KEY = "torchtitan_npu_shard"
 
@@ -30,7 +32,9 @@ class StateDictType(enum.Enum):
     FULL_STATE_DICT = enum.auto()
     """Whole tensors on the first rank, an empty dict elsewhere. Collective: all ranks must call it."""
     SHARDED_STATE_DICT = enum.auto()
-    """This rank's pieces as ``Piece``, which ``torch.distributed.checkpoint`` saves and loads. No communication. The default."""
+    """This rank's pieces as ``Piece``, which ``torch.distributed.checkpoint`` saves and loads. No communication.
+    The default.
+    """
     LOCAL_STATE_DICT = enum.auto()
     """This rank's pieces as plain tensors. Fits only the same model, options and number of ranks."""
 
@@ -59,7 +63,8 @@ def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
     params = {name: param for param in state.params for name in param.names}
 
     def name_hooks(path: str, module: nn.Module) -> None:
-        own = {key: params[f"{path}.{key}" if path else key] for key in module._parameters if module._parameters[key] is not None}
+        held = [key for key, parameter in module._parameters.items() if parameter is not None]
+        own = {key: params[f"{path}.{key}" if path else key] for key in held}
 
         def saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
             local = wanted_type(model) is StateDictType.LOCAL_STATE_DICT
@@ -78,7 +83,9 @@ def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
                 if original is not None and prefix + key in state_dict:
                     state_dict[prefix + key] = state_dict[prefix + key].to(original)
 
-        def loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+        def loaded(
+            module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+        ) -> None:
             shard = local_metadata.get(_METADATA_KEY, {})
             for key, param in own.items():
                 value = state_dict.get(prefix + key)
@@ -95,7 +102,10 @@ def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
 
 def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piece:
     """``local`` (in the layout of ``param.sharded``) as this rank's piece of the whole tensor."""
-    return Piece(local, fqn=param.name, shape=param.shape, start=_start(param), rank=state.ranks.index, world_size=state.ranks.size)
+    ranks = state.ranks
+    return Piece(
+        local, fqn=param.name, shape=param.shape, start=_start(param), rank=ranks.index, world_size=ranks.size
+    )
 
 
 def _start(param: ShardedParam) -> int:
@@ -103,26 +113,35 @@ def _start(param: ShardedParam) -> int:
     return param.piece.start // item
 
 
-def local_part(state: FSDPState, param: ShardedParam, key: str, value: Any, shard: dict[str, Any] | None) -> torch.Tensor:
+def local_part(
+    state: FSDPState, param: ShardedParam, key: str, value: Any, shard: dict[str, Any] | None
+) -> torch.Tensor:
     """This rank's part of ``value``: a whole tensor, a piece, or a plain tensor with the metadata of a piece.
 
     Raises ValueError that names the tensor, the shard and the way out.
     """
     way_out = (
-        "Save the whole model with save_full(model, path), or save and load through torch.distributed.checkpoint, which reshards"
+        "Save the whole model with save_full(model, path), or save and load through torch.distributed.checkpoint, "
+        "which reshards"
     )
     mine = param.sharded
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"state dict entry '{key}' is a {type(value).__name__}, not a tensor")
     if isinstance(value, Piece):
-        shard = {"rank": value.rank, "world_size": value.world_size, "shape": list(value.whole_shape), "start": value.start}
+        shard = {
+            "rank": value.rank,
+            "world_size": value.world_size,
+            "shape": list(value.whole_shape),
+            "start": value.start,
+        }
         value = value.plain()
     whole = value.shape == param.shape
     if shard is not None and (state.ranks.size > 1 or not whole):
         fits = list(param.shape) == shard["shape"] and shard["start"] in (_start(param), param.piece.start)
         if not fits or shard["world_size"] != state.ranks.size or value.shape != mine.shape:
             raise ValueError(
-                f"'{key}' is shard {shard['rank']} of {shard['world_size']} of a tensor of shape {tuple(shard['shape'])}; this is rank "
+                f"'{key}' is shard {shard['rank']} of {shard['world_size']} of a tensor of shape "
+                f"{tuple(shard['shape'])}; this is rank "
                 f"{state.ranks.index} of {state.ranks.size} and needs its own shard of {tuple(param.shape)}. {way_out}"
             )
         return value
@@ -132,7 +151,8 @@ def local_part(state: FSDPState, param: ShardedParam, key: str, value: Any, shar
     if value.shape == mine.shape and wanted_type_is_local(state):
         return value
     raise ValueError(
-        f"'{key}' has shape {tuple(value.shape)}, but the model's parameter has {tuple(param.shape)}. If it is one rank's shard: {way_out}"
+        f"'{key}' has shape {tuple(value.shape)}, but the model's parameter has {tuple(param.shape)}. If it is one "
+        f"rank's shard: {way_out}"
     )
 
 
@@ -142,12 +162,14 @@ def wanted_type_is_local(state: FSDPState) -> bool:
 
 
 def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]:
-    """Gathers a sharded state dict tensor by tensor: whole CPU tensors on the first rank, an empty dict on the others. Collective.
+    """Gathers a sharded state dict tensor by tensor: whole CPU tensors on the first rank, an empty dict on the others.
+    Collective.
 
     Raises RuntimeError within ``FULL_TIMEOUT_SECONDS`` if some ranks do not take part.
     """
     state = state_of(model)
     _all_here(state)
+    names = {name for param in state.params for name in param.names}
     full: dict[str, Any] = {}
     done: dict[str, torch.Tensor] = {}
     for key, value in sharded.items():
@@ -157,13 +179,9 @@ def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]
                 done[value.fqn] = gathered if gathered is not None else torch.empty(0)
             value = done[value.fqn]
         if state.ranks.index == 0:
-            full[key] = value.detach().clone() if isinstance(value, torch.Tensor) and key not in state_names(state) else value
+            is_buffer = isinstance(value, torch.Tensor) and key not in names
+            full[key] = value.detach().clone() if is_buffer else value
     return full
-
-
-def state_names(state: FSDPState) -> set[str]:
-    """All names of sharded parameters."""
-    return {name for param in state.params for name in param.names}
 
 
 def _all_here(state: FSDPState) -> None:
@@ -174,8 +192,10 @@ def _all_here(state: FSDPState) -> None:
         dist.monitored_barrier(state.ranks.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {state.ranks.ranks[state.ranks.index]}: a FULL state dict is collective, but not all ranks called it within {seconds:g} s "
-            f"({error}). Call model.state_dict() on all ranks (outside of 'if rank == 0'), or use the sharded kind, which needs no "
+            f"rank {state.ranks.ranks[state.ranks.index]}: a FULL state dict is collective, but not all ranks called "
+            f"it within {seconds:g} s "
+            f"({error}). Call model.state_dict() on all ranks (outside of 'if rank == 0'), or use the sharded kind, "
+            f"which needs no "
             "communication"
         ) from error
 
@@ -207,8 +227,8 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
 def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the whole model to one file that ``torch.load(weights_only=True)`` reads. Collective.
 
-    Rank 0 writes a temporary file beside it, flushes it to the disk and renames it: the file is either the old one or the new one,
-    never half of it. Raises on all ranks if rank 0 cannot write.
+    Rank 0 writes a temporary file beside it, flushes it to the disk and renames it: the file is either the old one or
+    the new one, never half of it. Raises on all ranks if rank 0 cannot write.
     """
     state = state_of(model)
     with state_dict_type(model, StateDictType.FULL_STATE_DICT):
@@ -218,7 +238,9 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
         target = Path(path)
         temporary = ""
         try:
-            with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=False) as file:
+            with tempfile.NamedTemporaryFile(
+                dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=False
+            ) as file:
                 temporary = file.name
                 torch.save(full, file)
                 file.flush()

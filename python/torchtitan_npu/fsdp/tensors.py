@@ -28,7 +28,9 @@ def tensors_in(value: Any, found: list[torch.Tensor] | None = None) -> list[torc
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed, the same types throughout."""
+    """``value`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed, the same
+    types throughout.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):

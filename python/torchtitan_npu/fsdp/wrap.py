@@ -37,24 +37,29 @@ class _WrapOnCall(type):
 class FSDP(metaclass=_WrapOnCall):
     """Shards a model over ranks: ``model = FSDP(model, bucket_cap_mb=25, …)``.
 
-    Returns the same module, which is used like the original; ``isinstance(model, FSDP)`` holds. Its ``parameters()`` are this rank's
-    pieces, shape ``(rows, *shape[1:])`` in the original dtype, possibly with 0 rows; after ``backward()`` their ``.grad`` is the
-    average over ranks. Names and state-dict keys are the model's own.
+    Returns the same module, which is used like the original; ``isinstance(model, FSDP)`` holds. Its ``parameters()``
+    are this rank's pieces, shape ``(rows, *shape[1:])`` in the original dtype, possibly with 0 rows; after
+    ``backward()`` their ``.grad`` is the average over ranks. Names and state-dict keys are the model's own.
 
     Arguments of the call:
-        module: the root module, on the CPU or on the meta device. Meta tensors are planned and sharded first and then initialised unit
-            by unit, so no rank ever holds the whole model; the values are the same for any number of ranks.
+        module: the root module, on the CPU or on the meta device. Meta tensors are planned and sharded first and then
+            initialised unit by unit, so no rank ever holds the whole model; the values are the same for any number of
+            ranks.
         mixed_precision: ``MixedPrecisionPolicy`` or None.
-        device_mesh: the ranks that share the model: None (all), an int, a list or 1-D tensor of global ranks, a 1-D ``DeviceMesh``.
-        reshard_after_forward: free gathered parameters after each forward (True, the default for units) or keep them until after
-            backward (False). The root unit is always kept.
-        bucket_cap_mb: largest collective in MiB of ``param_dtype`` bytes; a parameter larger than it is a bucket by itself; neighbouring
-            small units are merged up to it. None: one bucket per unit. Changes speed and memory, never numbers.
-        auto_wrap_policy: predicate over modules that chooses the units. Default: the children of each outermost ``nn.ModuleList``.
-        param_init_fn: initialises the parameters and buffers that one module holds directly, for meta models; default: the module's
-            ``reset_parameters()``.
+        device_mesh: the ranks that share the model: None (all), an int, a list or 1-D tensor of global ranks, a 1-D
+        ``DeviceMesh``.
+        reshard_after_forward: free gathered parameters after each forward (True, the default for units) or keep them
+            until after backward (False). The root unit is always kept.
+        bucket_cap_mb: largest collective in MiB of ``param_dtype`` bytes; a parameter larger than it is a bucket by
+            itself; neighbouring small units are merged up to it. None: one bucket per unit. Changes speed and memory,
+            never numbers.
+        auto_wrap_policy: predicate over modules that chooses the units. Default: the children of each outermost
+        ``nn.ModuleList``.
+        param_init_fn: initialises the parameters and buffers that one module holds directly, for meta models; default:
+            the module's ``reset_parameters()``.
         init_seed: seed of that initialisation; default: rank 0's ``torch.initial_seed()``.
-        communicator: ``"auto"`` (shared memory where all ranks are on one machine, else c10d), ``"shared_memory"`` or ``"c10d"``.
+        communicator: ``"auto"`` (shared memory where all ranks are on one machine, else c10d), ``"shared_memory"`` or
+        ``"c10d"``.
         activation_checkpointing: only False yet.
 
     Raises ValueError for bad arguments, ``PeerError`` when other ranks do not join.
@@ -71,17 +76,29 @@ class FSDP(metaclass=_WrapOnCall):
         return call(*args, **kwargs) if state is None else state.run_root(call, args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales gradients so that their global norm is at most ``max_norm``; returns the norm before, a 0-d tensor, on all ranks."""
+        """Scales gradients so that their global norm is at most ``max_norm``; returns the norm before, a 0-d
+        tensor, on all ranks.
+        """
         return clip_grad_norm(_module(self), max_norm, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep gradients unreduced on each rank (one whole copy of them); the next one outside adds them in."""
+        """Backward passes inside keep gradients unreduced on each rank (one whole copy of them); the next one
+        outside adds them in.
+        """
         with state_of(_module(self)).no_sync():
             yield
 
+    def communication_seconds(self) -> float:
+        """Time that this rank has spent blocked on other ranks in gathers and reductions since the model was
+        wrapped.
+        """
+        return float(state_of(_module(self)).engine.counters.wait_seconds)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As ``nn.Module.state_dict``; inside ``FSDP.state_dict_type`` of the kind asked for, else sharded (no communication)."""
+        """As ``nn.Module.state_dict``; inside ``FSDP.state_dict_type`` of the kind asked for, else sharded (no
+        communication).
+        """
         sharded = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         if wanted_type(_module(self)) is StateDictType.FULL_STATE_DICT:
             return full_state_dict(_module(self), sharded)
@@ -89,7 +106,8 @@ class FSDP(metaclass=_WrapOnCall):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         raise RuntimeError(
-            "not supported yet: moving or casting a model after FSDP(...) (.to(), .half(), .cuda(), …): its tensors are views of shared "
+            "not supported yet: moving or casting a model after FSDP(...) (.to(), .half(), .cuda(), …): its tensors "
+            "are views of shared "
             "buffers. Do it before, or use MixedPrecisionPolicy"
         )
 
@@ -123,9 +141,13 @@ def _wrap(
     if any(isinstance(m, FSDP) for m in module.modules()):
         raise ValueError(f"{type(module).__name__} is, or contains, an FSDP model already: wrap the root once")
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
-        raise ValueError(f"mixed_precision must be a MixedPrecisionPolicy or None, got {type(mixed_precision).__name__}")
+        raise ValueError(
+            f"mixed_precision must be a MixedPrecisionPolicy or None, got {type(mixed_precision).__name__}"
+        )
     if activation_checkpointing is not False:
-        raise ValueError("not supported yet: activation_checkpointing; wrap the blocks with torch.utils.checkpoint yourself")
+        raise ValueError(
+            "not supported yet: activation_checkpointing; wrap the blocks with torch.utils.checkpoint yourself"
+        )
     policy = mixed_precision or MixedPrecisionPolicy()
     ranks = resolve_mesh(device_mesh)
     plan = plan_model(

@@ -36,6 +36,8 @@ class StepMetrics:
     """Seconds spent on getting the step's micro-batches, on rank 0."""
     mem_bytes: int
     """Peak memory of the worst rank."""
+    comm_time: float | None = None
+    """Seconds that rank 0 was blocked on other ranks in gathers and reductions; None where it is not measured (ddp)."""
 
 
 def format_learning_rate(value: float) -> str:
@@ -100,7 +102,7 @@ class MetricsWriter:
         record = asdict(step) | {"tokens_per_second": tokens_per_second, "tokens_per_second_per_card": per_card}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        for name, value in {
+        scalars = {
             "train/loss": step.loss,
             "train/grad_norm": step.grad_norm,
             "train/lr": step.lr,
@@ -109,7 +111,10 @@ class MetricsWriter:
             "speed/step_seconds": step.step_time,
             "speed/data_seconds": step.data_time,
             "memory/peak_gib": step.mem_bytes / GIB,
-        }.items():
+        }
+        if step.comm_time is not None:
+            scalars["speed/communication_seconds"] = step.comm_time
+        for name, value in scalars.items():
             self._board.add_scalar(name, value, step.step)
 
     def close(self) -> None:

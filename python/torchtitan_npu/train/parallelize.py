@@ -47,6 +47,10 @@ class ParallelModel(Protocol):
         """Scale the gradients down to a global 2-norm of ``max_norm``; return the norm before. Collective."""
         ...
 
+    def communication_seconds(self) -> float | None:
+        """Time spent blocked on other ranks so far, or None where it is not measured."""
+        ...
+
 
 def parallelize(cfg: Config) -> ParallelModel:
     """Build and initialise the model that ``cfg`` describes. Collective.
@@ -85,6 +89,9 @@ class ShardedModel:
     def clip_grad_norm(self, max_norm: float | None) -> float:
         return float(self._model.clip_grad_norm_(math.inf if max_norm is None else max_norm))
 
+    def communication_seconds(self) -> float | None:
+        return self._model.communication_seconds()
+
 
 class ReplicatedModel:
     """``strategy: ddp``: torch's DistributedDataParallel, with autocast for bf16."""
@@ -96,9 +103,9 @@ class ReplicatedModel:
             logger.warning("parallel.reshard_after_forward has no effect with parallel.strategy=ddp")
         self.decayed = decayed_names(model)
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.module = model.to_empty(device="cpu")
-        torch.manual_seed(cfg.training.seed)
-        self.module.init_weights()  # type: ignore[operator]
+        from torchtitan_npu.fsdp import materialize
+
+        self.module = materialize(model, cfg.training.seed)  # the values that strategy: fsdp starts from
         self._autocast = cfg.parallel.dtype == "bf16"
         self._ddp = DistributedDataParallel(
             self.module,
@@ -118,3 +125,6 @@ class ReplicatedModel:
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
         return float(clip_grad_norm_(self.module.parameters(), math.inf if max_norm is None else max_norm))
+
+    def communication_seconds(self) -> float | None:
+        return None

@@ -115,6 +115,7 @@ class Trainer:
     def _train_step(self, step: int) -> StepMetrics:
         training = self.cfg.training
         start = time.monotonic()
+        blocked_before = self.model.communication_seconds()
         first_sample = self.loader.global_sample
         batches = [next(self.loader) for _ in range(training.gradient_accumulation_steps)]
         data_seconds = time.monotonic() - start
@@ -142,6 +143,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step = step
         self.tokens += self._tokens_per_step
+        blocked = self.model.communication_seconds()
         return StepMetrics(
             step=step,
             loss=sum(row[0] for row in rows) / valid_labels,
@@ -150,6 +152,7 @@ class Trainer:
             tokens=self.tokens,
             step_time=time.monotonic() - start,
             data_time=data_seconds,
+            comm_time=None if blocked is None or blocked_before is None else blocked - blocked_before,
             mem_bytes=int(max(row[2] for row in rows)),
         )
 

@@ -1,0 +1,126 @@
+# Everything from a fresh clone: `make help` lists the targets. The first one that needs the package builds it (minutes); later ones
+# build again only where sources have changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+# Extra arguments of `make train`, `make test` and `make bench`, for example: make test ARGS="-k schedule"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One torch for building and running: the core is compiled against its headers.
+TORCH := 2.13.0
+export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
+
+NATIVE := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
+SOURCES := $(NATIVE) $(shell find python -type f -name '*.py*' -not -name '*.pyc')
+
+.PHONY: help train test bench lint sanitize wheel dev clean
+
+help: ## list the targets
+	@echo "usage: make TARGET"
+	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+# ---- environment and package -----------------------------------------------------------------------------------------
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version)'
+	@$(PYTHON) -c 'import os, sys, sysconfig as c; h = c.get_paths()["include"] + "/Python.h"; \
+	  sys.exit(not os.path.exists(h) and h + " is missing: install the headers of Python (Debian: apt install python3-dev)")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	$(PIP) install torch==$(TORCH)
+	echo "torch==$(TORCH)" > $(VENV)/constraints.txt
+	touch $@
+
+# `make dev` marks the environment as editable; then the package is compiled in place, step by step, and Python files are used as
+# they are.
+ifneq ($(wildcard $(VENV)/.editable),)
+
+package_with = --no-build-isolation -e ".[$(1)]"
+
+$(VENV)/.package: $(NATIVE) $(VENV)/.torch
+	$(PIP) install --no-build-isolation --no-deps -e .
+	touch $@
+
+else
+
+package_with = "$$(echo dist/*.whl)[$(1)]"
+
+$(VENV)/.package: dist/.built
+	$(PIP) install --force-reinstall --no-deps dist/*.whl
+	$(PIP) install dist/*.whl
+	touch $@
+
+endif
+
+# pip makes an isolated environment with torch's headers for this. The constraint has two names, of older and newer pips.
+dist/.built: $(SOURCES) $(VENV)/.torch
+	rm -rf dist
+	PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/constraints.txt $(PIP) wheel . --no-deps --wheel-dir dist
+	touch $@
+
+wheel: dist/.built ## build the wheel: dist/*.whl
+
+$(VENV)/.test $(VENV)/.lint $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(VENV)/.package
+	$(PIP) install $(call package_with,$*)
+	touch $@
+
+$(VENV)/.tools: pyproject.toml $(VENV)/.torch
+	$(PIP) install "scikit-build-core>=0.10" "pybind11>=3.0" cmake ninja
+	touch $@
+
+dev: $(VENV)/.tools ## install the package editable, with everything for development
+	$(PIP) install --no-build-isolation -e ".[test,lint,bench]"
+	touch $(addprefix $(VENV)/,.editable .package .test .lint .bench)
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+work/stdlib.jsonl: examples/collect_stdlib.py | $(VENV)/.python
+	$(BIN)/python examples/collect_stdlib.py --output $@ --max_mb 20
+
+work/train_data.jsonl: work/stdlib.jsonl | $(VENV)/.package
+	$(BIN)/python prepare_data.py --input $< --output $@ --tokenizer byte --eos --no_truncate
+
+train: work/train_data.jsonl $(VENV)/.package ## train a small Llama on Python's standard library, two processes; again: continue
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 train.py --config examples/llama3_debug.yaml \
+	  --data_dir $< --checkpoint_dir work/checkpoints --log_dir work/logs $(ARGS)
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+test: $(VENV)/.package $(VENV)/.test ## run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.package $(VENV)/.bench ## compare with DDP, FSDP1, FSDP2 and Gloo (long; ARGS=--quick is a smoke test)
+	mkdir -p work/bench
+	$(BIN)/python benchmarks/collectives.py --csv work/bench/collectives.csv --png work/bench/collectives.png $(ARGS)
+	$(BIN)/python benchmarks/fsdp_step.py --csv work/bench/fsdp_step.csv --png work/bench/fsdp_step.png $(ARGS)
+
+lint: $(VENV)/.package $(VENV)/.lint ## ruff, mypy, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	find csrc tests/native -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
+
+sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread and address sanitizers
+	for kind in thread address; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTT_CORE_ONLY=ON -DTT_SANITIZE=$$kind; \
+	  $(BIN)/cmake --build build/sanitize-$$kind; \
+	  for source in tests/native/*.cpp; do \
+	    program=build/sanitize-$$kind/$$(basename $$source .cpp); \
+	    echo "$$program"; \
+	    $$program; \
+	  done; \
+	done
+
+clean: ## remove everything that the other targets made, work/ with the trained model too
+	rm -rf $(VENV) build dist work .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

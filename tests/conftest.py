@@ -1,0 +1,9 @@
+"""For all tests: one thread per process, as there are more processes than cores."""
+
+from __future__ import annotations
+
+import os
+
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,137 @@
+"""The installed package: what an import costs, what it exposes, and which files came with it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchtitan_npu
+
+PACKAGE = Path(torchtitan_npu.__file__).parent
+SOURCES = Path(__file__).resolve().parents[2] / "python" / "torchtitan_npu"
+DISTRIBUTION = importlib.metadata.distribution("torchtitan-npu")
+
+
+def run_python(source: str) -> str:
+    """Output of ``source`` in a fresh interpreter."""
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def is_editable() -> bool:
+    return bool(json.loads(DISTRIBUTION.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"))
+
+
+def test_import_loads_one_module() -> None:
+    """The cost of the import is one small module besides the standard library's: no torch, no core, nothing else."""
+    out = run_python(
+        """
+import json, sys
+before = set(sys.modules)
+import torchtitan_npu
+new = {name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}
+print(json.dumps(sorted(new)))
+"""
+    )
+    assert json.loads(out) == ["torchtitan_npu"]
+
+
+def test_fsdp_needs_no_npu_library_and_patches_nothing() -> None:
+    """None in sys.modules makes an import of that name fail, as on a machine without it."""
+    out = run_python(
+        """
+import sys
+sys.modules["torch_npu"] = sys.modules["transformers"] = None
+import torch
+owners = (torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.distributed.ProcessGroup)
+before = [dict(vars(owner)) for owner in owners]
+from torchtitan_npu import FSDP, MixedPrecisionPolicy, StateDictType
+import torchtitan_npu.checkpoint, torchtitan_npu.models, torchtitan_npu.train
+for owner, old in zip(owners, before):
+    new = vars(owner)
+    changed = sorted(key for key in {*old, *new} if old.get(key) is not new.get(key))
+    assert not changed, (owner, changed)
+print("torchtitan_npu._C" in sys.modules, hasattr(torch, "npu"))
+"""
+    )
+    assert out.split() == ["True", "False"]
+
+
+def test_version_is_the_distributions() -> None:
+    assert torchtitan_npu.__version__ == DISTRIBUTION.version
+
+
+def test_public_names() -> None:
+    assert {"FSDP", "MixedPrecisionPolicy", "StateDictType", "fully_shard"} <= set(torchtitan_npu.__all__)
+    for name in torchtitan_npu.__all__:
+        assert getattr(torchtitan_npu, name) is not None
+        assert name in dir(torchtitan_npu)
+    with pytest.raises(AttributeError, match="torchtitan_npu.*'FSPD'"):
+        torchtitan_npu.FSPD  # noqa: B018
+
+
+def test_console_script() -> None:
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="torchtitan-npu")
+    from torchtitan_npu.cli import main
+
+    assert script.load() is main
+
+
+def test_type_information_is_installed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert (PACKAGE / "_C.pyi").is_file()
+
+
+def members_of_stub() -> dict[str, set[str]]:
+    """Public names of _C.pyi: of the module under "", of each class under its name."""
+    found: dict[str, set[str]] = {"": set()}
+
+    def names(body: list[ast.stmt]) -> set[str]:
+        named = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        named |= {n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        return {name for name in named if not name.startswith("_")}
+
+    module = ast.parse((PACKAGE / "_C.pyi").read_text(encoding="utf-8"))
+    found[""] = names(module.body)
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = names(node.body)
+    return found
+
+
+def test_stub_names_what_the_core_has() -> None:
+    from torchtitan_npu import _C
+
+    actual = {"": {name for name in vars(_C) if not name.startswith("_")}}
+    for name in actual[""]:
+        value = getattr(_C, name)
+        if isinstance(value, type):
+            actual[name] = {member for member in vars(value) if not member.startswith("_")}
+    assert members_of_stub() == actual
+
+
+@pytest.mark.skipif(is_editable(), reason="editable installation: the files are the source tree's")
+def test_wheel_contents() -> None:
+    """The wheel holds the package, the core and the metadata, and nothing of the C++ sources, tests and tools."""
+    files = [str(file) for file in DISTRIBUTION.files or [] if "__pycache__" not in str(file)]
+    assert {file.partition("/")[0] for file in files} - {".."} == {
+        "torchtitan_npu",
+        f"torchtitan_npu-{torchtitan_npu.__version__}.dist-info",
+    }
+    package = {file for file in files if file.startswith("torchtitan_npu/")}
+    cores = {file for file in package if file.endswith(".so")}
+    assert len(cores) == 1 and Path(cores.pop()).name.startswith("_C.")
+    wanted = {
+        f"torchtitan_npu/{path.relative_to(SOURCES)}"
+        for path in SOURCES.rglob("*")
+        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+    }
+    assert {file for file in package if not file.endswith(".so")} == wanted
+    assert any(file.endswith("/LICENSE") for file in files)
