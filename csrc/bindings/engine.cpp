@@ -119,8 +119,10 @@ void bind_engine(py::module_& m) {
            py::arg("unit"), ReleaseGil())
       .def(
           "after_forward",
-          [](tt::TorchEngine& self, std::int32_t unit, bool backward) { self.engine().after_forward(unit, backward); },
-          py::arg("unit"), py::arg("backward_follows"), ReleaseGil())
+          [](tt::TorchEngine& self, std::int32_t unit, bool backward, bool last_module) {
+            self.engine().after_forward(unit, backward, last_module);
+          },
+          py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))
       .def("set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); },
            py::arg("reduce"))

@@ -195,6 +195,9 @@ void Engine::release_all() {
 }
 
 void Engine::record_and_prefetch(Order& order, std::int32_t unit, const char* pass) {
+  if (!order.current.empty() && order.current.back() == unit) {
+    return;  // another module of the same unit
+  }
   const std::size_t position = order.current.size();
   order.current.push_back(unit);
   const auto& expected = order.expected;
@@ -245,6 +248,14 @@ void Engine::end_forward(bool backward_follows) {
   forward_order_.current.clear();
   if (!backward_follows) {
     release_all();
+    return;
+  }
+  const std::int32_t last = forward_order_.expected.empty() ? -1 : forward_order_.expected.back();
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const auto unit = static_cast<std::int32_t>(u);
+    if (rotates(unit) && !in_use(units_[u]) && unit != last) {
+      release(unit);  // its last module was not called, or it was gathered ahead in vain
+    }
   }
 }
 
@@ -267,7 +278,7 @@ void Engine::before_forward(std::int32_t unit) {
   }
 }
 
-void Engine::after_forward(std::int32_t unit, bool backward_follows) {
+void Engine::after_forward(std::int32_t unit, bool backward_follows, bool last_module) {
   auto& u = unit_state(unit);
   if (u.forward_uses == 0 && backward_active_) {
     return;  // recomputed
@@ -279,9 +290,16 @@ void Engine::after_forward(std::int32_t unit, bool backward_follows) {
   if (forward_depth_ == 0) {
     client_.expose(unit, false);
   }
-  if (rotates(unit) || (forward_depth_ == 0 && !backward_follows)) {
+  // Kept: a unit whose next module follows, and the last unit of the forward, whose backward comes first.
+  const bool keep = forward_depth_ > 0 && (!last_module || (backward_follows && is_last_of_forward(unit)));
+  if (!keep && (rotates(unit) || (forward_depth_ == 0 && !backward_follows))) {
     release(unit);
   }
+}
+
+bool Engine::is_last_of_forward(std::int32_t unit) const {
+  const auto& order = forward_order_;
+  return !order.expected.empty() && order.expected.back() == unit && order.current.size() == order.expected.size();
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------

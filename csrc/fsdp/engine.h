@@ -41,7 +41,8 @@ class Engine {
   void begin_forward();
   void end_forward(bool backward_follows);
   void before_forward(std::int32_t unit);
-  void after_forward(std::int32_t unit, bool backward_follows);
+  // `last_module`: no other module of the unit is expected to run after this one.
+  void after_forward(std::int32_t unit, bool backward_follows, bool last_module = true);
 
   // ---- backward
   void before_backward(std::int32_t unit);
@@ -87,6 +88,7 @@ class Engine {
   void release_all();
   void begin_backward_of(std::int32_t unit);
   void finish_backward_of(std::int32_t unit);
+  bool is_last_of_forward(std::int32_t unit) const;
   std::int32_t choose_place(std::int32_t unit);
   // Whether a forward that runs now does so for activation checkpointing.
   bool is_recomputation() const { return backward_active_ && forward_depth_ == 0; }

@@ -181,7 +181,7 @@ class FSDPState:
                 continue  # the root's call is wrapped by FSDP.__call__
             for module in unit.modules:
                 module.register_forward_pre_hook(self._unit_pre_hook(index), prepend=True, with_kwargs=True)
-                module.register_forward_hook(self._unit_post_hook(index))
+                module.register_forward_hook(self._unit_post_hook(index, module is unit.modules[-1]))
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -196,11 +196,11 @@ class FSDPState:
 
         return before
 
-    def _unit_post_hook(self, unit: int) -> Callable[..., None]:
+    def _unit_post_hook(self, unit: int, last_module: bool) -> Callable[..., None]:
         engine = self.engine
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            engine.after_forward(unit, _hook_outputs(engine, unit, output))
+            engine.after_forward(unit, _hook_outputs(engine, unit, output), last_module)
 
         return after
 
