@@ -85,13 +85,14 @@ dev: $(VENV)/.tools ## install the package editable, with everything for develop
 # ---- training --------------------------------------------------------------------------------------------------------
 
 work/stdlib.jsonl: examples/collect_stdlib.py | $(VENV)/.python
-	$(BIN)/python examples/collect_stdlib.py --output $@ --max_mb 20
+	$(BIN)/python examples/collect_stdlib.py --output $@
 
+# Cut at the model's max_seq_len, so that the few samples of a step come from several files.
 work/train_data.jsonl: work/stdlib.jsonl | $(VENV)/.package
-	$(BIN)/python prepare_data.py --input $< --output $@ --tokenizer byte --eos --no_truncate
+	$(BIN)/python prepare_data.py --input $< --output $@ --tokenizer byte --eos --max_seq_len 1024
 
 train: work/train_data.jsonl $(VENV)/.package ## train a small Llama on Python's standard library, two processes; again: continue
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 train.py --config examples/llama3_debug.yaml \
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 train.py --config examples/llama3_debug.yaml \
 	  --data_dir $< --checkpoint_dir work/checkpoints --log_dir work/logs $(ARGS)
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

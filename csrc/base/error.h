@@ -42,10 +42,9 @@ std::string str(const Parts&... parts) {
 
 }  // namespace tt
 
-#define TT_CHECK(condition, ...)                                                                        \
-  do {                                                                                                  \
-    if (!(condition)) {                                                                                 \
-      throw ::tt::Error(::tt::str("internal error at ", __FILE__, ":", __LINE__, ": " #condition ". ", \
-                                  __VA_ARGS__));                                                        \
-    }                                                                                                   \
+#define TT_CHECK(condition, ...)                                                                                      \
+  do {                                                                                                                \
+    if (!(condition)) {                                                                                               \
+      throw ::tt::Error(::tt::str("internal error at ", __FILE__, ":", __LINE__, ": " #condition ". ", __VA_ARGS__)); \
+    }                                                                                                                 \
   } while (false)

@@ -26,8 +26,8 @@ using tt::fsdp::EngineCounters;
 using tt::fsdp::Schedule;
 using tt::fsdp::ShardPlan;
 
-// `owner` is a weak reference to a Python object with methods _expose(unit, gathered) and _log(message): the engine must not keep the
-// module tree alive that keeps the engine alive.
+// `owner` is a weak reference to a Python object with methods _expose(unit, gathered) and _log(message): the engine
+// must not keep the module tree alive that keeps the engine alive.
 tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   const auto held = std::shared_ptr<py::weakref>(new py::weakref(owner), [](py::weakref* reference) {
     const py::gil_scoped_acquire gil;
@@ -74,7 +74,8 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 }  // namespace
 
 void bind_engine(py::module_& m) {
-  py::class_<Schedule>(m, "Schedule", "How units are used over time: the part of the memory plan that shapes do not give.")
+  py::class_<Schedule>(m, "Schedule",
+                       "How units are used over time: the part of the memory plan that shapes do not give.")
       .def(py::init(&make_schedule), py::kw_only(), py::arg("reshard_after_forward"), py::arg("nesting") = 1,
            py::arg("prefetch") = 1, py::arg("reduce_dtype") = py::none());
 
@@ -107,16 +108,18 @@ void bind_engine(py::module_& m) {
       .def("master", &tt::TorchEngine::master, py::arg("bucket"))
       .def(
           "gathered_view",
-          [](const tt::TorchEngine& self, std::int32_t param, const std::vector<std::int64_t>& sizes, py::object dtype) {
-            return self.gathered_view(param, sizes, py::cast<c10::ScalarType>(dtype));
-          },
+          [](const tt::TorchEngine& self, std::int32_t param, const std::vector<std::int64_t>& sizes,
+             py::object dtype) { return self.gathered_view(param, sizes, py::cast<c10::ScalarType>(dtype)); },
           py::arg("param"), py::arg("sizes"), py::arg("dtype"))
       .def("bind", &tt::TorchEngine::bind, py::arg("param"), py::arg("gathered"), py::arg("sharded"))
-      .def("begin_forward", [](tt::TorchEngine& self) { self.engine().begin_forward(); }, ReleaseGil())
-      .def("end_forward", [](tt::TorchEngine& self, bool backward) { self.engine().end_forward(backward); },
-           py::arg("backward_follows"), ReleaseGil())
-      .def("before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_forward(unit); },
-           py::arg("unit"), ReleaseGil())
+      .def(
+          "begin_forward", [](tt::TorchEngine& self) { self.engine().begin_forward(); }, ReleaseGil())
+      .def(
+          "end_forward", [](tt::TorchEngine& self, bool backward) { self.engine().end_forward(backward); },
+          py::arg("backward_follows"), ReleaseGil())
+      .def(
+          "before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_forward(unit); },
+          py::arg("unit"), ReleaseGil())
       .def(
           "after_forward",
           [](tt::TorchEngine& self, std::int32_t unit, bool backward, bool last_module) {
@@ -124,12 +127,14 @@ void bind_engine(py::module_& m) {
           },
           py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))
-      .def("set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); },
-           py::arg("reduce"))
+      .def(
+          "set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); }, py::arg("reduce"))
       .def("abort", &tt::TorchEngine::abort, ReleaseGil())
-      .def("is_gathered", [](tt::TorchEngine& self, std::int32_t unit) { return self.engine().is_gathered(unit); },
-           py::arg("unit"))
+      .def(
+          "is_gathered", [](tt::TorchEngine& self, std::int32_t unit) { return self.engine().is_gathered(unit); },
+          py::arg("unit"))
       .def_property_readonly("in_backward", [](tt::TorchEngine& self) { return self.engine().in_backward(); })
       .def_property_readonly("counters", [](tt::TorchEngine& self) { return self.engine().counters(); })
-      .def_property_readonly("communicator_name", [](const tt::TorchEngine& self) { return self.communicator().name(); });
+      .def_property_readonly("communicator_name",
+                             [](const tt::TorchEngine& self) { return self.communicator().name(); });
 }

@@ -88,8 +88,7 @@ void bind_device(py::module_& m) {
           [](HostDevice& self, std::uintptr_t src, DType dtype, std::size_t numel) {
             return self.sum_squares(pointer(src), dtype, numel);
           },
-          py::arg("src"), py::arg("dtype"), py::arg("numel"), py::call_guard<py::gil_scoped_release>(),
-          "In float64.")
+          py::arg("src"), py::arg("dtype"), py::arg("numel"), py::call_guard<py::gil_scoped_release>(), "In float64.")
       .def(
           "zero", [](HostDevice& self, std::uintptr_t dst, std::size_t bytes) { self.zero(pointer(dst), bytes); },
           py::arg("dst"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>());

@@ -22,8 +22,8 @@ Arena::Arena(const ShardPlan& plan, const Schedule& schedule) {
   const auto& units = plan.units();
   const auto& buckets = plan.buckets();
   if (schedule.reshard_after_forward.size() != units.size()) {
-    throw ValueError(str("reshard_after_forward has ", schedule.reshard_after_forward.size(), " entries for ", units.size(),
-                         " units"));
+    throw ValueError(str("reshard_after_forward has ", schedule.reshard_after_forward.size(), " entries for ",
+                         units.size(), " units"));
   }
   if (schedule.prefetch < 0 || schedule.nesting < 1) {
     throw ValueError(str("prefetch must be >= 0 and nesting >= 1, got ", schedule.prefetch, " and ", schedule.nesting));
@@ -84,8 +84,8 @@ Arena::Arena(const ShardPlan& plan, const Schedule& schedule) {
     if (schedule.has_reduce_dtype) {
       wire_dtype_[b] = narrower(buckets[b].param_dtype, schedule.reduce_dtype);
     }
-    bucket_bytes[b] = align_up(static_cast<std::size_t>(plan.bucket_numel(static_cast<std::int32_t>(b))) *
-                               size_of(wire_dtype_[b]));
+    bucket_bytes[b] =
+        align_up(static_cast<std::size_t>(plan.bucket_numel(static_cast<std::int32_t>(b))) * size_of(wire_dtype_[b]));
   }
   cursor = 0;
   const auto add_slot = [&](std::size_t bytes) {

@@ -59,7 +59,8 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
   comm_.allocate(layout_of(plan, arena_));
 }
 
-// ---- gathering --------------------------------------------------------------------------------------------------------
+// ---- gathering
+// --------------------------------------------------------------------------------------------------------
 
 std::int32_t Engine::choose_place(std::int32_t unit) {
   if (!rotates(unit)) {
@@ -92,8 +93,9 @@ std::int32_t Engine::choose_place(std::int32_t unit) {
     for (std::int32_t place = arena_.rotating_begin(); place < arena_.rotating_end(); ++place) {
       owners += str(owners.empty() ? "'" : "', '", name(place_owner_[static_cast<std::size_t>(place)]));
     }
-    client_.log(str("unit '", name(unit), "' is needed while ", owners,
-                    "' are still gathered: more units are alive at once than foreseen, so extra memory is used (said once)"));
+    client_.log(
+        str("unit '", name(unit), "' is needed while ", owners,
+            "' are still gathered: more units are alive at once than foreseen, so extra memory is used (said once)"));
   }
   return arena_.overflow_place(unit);
 }
@@ -206,8 +208,8 @@ void Engine::record_and_prefetch(Order& order, std::int32_t unit, const char* pa
       ++counters_.order_misses;
       if (!order.miss_logged) {
         order.miss_logged = true;
-        client_.log(str("units run in another order than in the ", pass, " before (unit '", name(unit), "' at position ",
-                        position, "): not gathered ahead; right, but slower (said once)"));
+        client_.log(str("units run in another order than in the ", pass, " before (unit '", name(unit),
+                        "' at position ", position, "): not gathered ahead; right, but slower (said once)"));
       }
     }
     return;
@@ -221,7 +223,8 @@ void Engine::record_and_prefetch(Order& order, std::int32_t unit, const char* pa
   }
 }
 
-// ---- forward ----------------------------------------------------------------------------------------------------------
+// ---- forward
+// ----------------------------------------------------------------------------------------------------------
 
 void Engine::begin_forward() {
   if (forward_depth_++ > 0) {
@@ -232,9 +235,6 @@ void Engine::begin_forward() {
   }
   // Masters may have changed since anything was gathered. A backward that is still to come gathers again.
   release_all();
-  for (auto& u : units_) {
-    u.forward_uses = 0;  // of a unit that was called by itself and ended in an exception
-  }
   forward_order_.current.clear();
   client_.expose(kAllUnits, true);
 }
@@ -280,10 +280,9 @@ void Engine::before_forward(std::int32_t unit) {
 
 void Engine::after_forward(std::int32_t unit, bool backward_follows, bool last_module) {
   auto& u = unit_state(unit);
-  if (u.forward_uses == 0 && backward_active_) {
-    return;  // recomputed
+  if (u.forward_uses == 0) {
+    return;  // recomputed, or its gather failed
   }
-  TT_CHECK(u.forward_uses > 0, "unit '", name(unit), "' ended a forward that it did not begin");
   if (--u.forward_uses > 0) {
     return;
   }
@@ -302,7 +301,8 @@ bool Engine::is_last_of_forward(std::int32_t unit) const {
   return !order.expected.empty() && order.expected.back() == unit && order.current.size() == order.expected.size();
 }
 
-// ---- backward ---------------------------------------------------------------------------------------------------------
+// ---- backward
+// ---------------------------------------------------------------------------------------------------------
 
 void Engine::before_backward(std::int32_t unit) {
   if (!backward_active_) {

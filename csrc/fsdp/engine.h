@@ -1,7 +1,8 @@
 // When units are gathered, freed and reduced. One engine per wrapped model; knows neither torch nor a backend.
 //
-// Ranks run the same program, so they call the engine in the same order; every gather gets the next sequence number and the ranks
-// compare (unit, sequence). Nothing here depends on timing except *when* a queued gather is launched, never which or in what order.
+// Ranks run the same program, so they call the engine in the same order; every gather gets the next sequence number and
+// the ranks compare (unit, sequence). Nothing here depends on timing except *when* a queued gather is launched, never
+// which or in what order.
 #pragma once
 
 #include <cstdint>
@@ -90,8 +91,6 @@ class Engine {
   void finish_backward_of(std::int32_t unit);
   bool is_last_of_forward(std::int32_t unit) const;
   std::int32_t choose_place(std::int32_t unit);
-  // Whether a forward that runs now does so for activation checkpointing.
-  bool is_recomputation() const { return backward_active_ && forward_depth_ == 0; }
   bool rotates(std::int32_t unit) const { return arena_.own_place(unit) < 0; }
   bool in_use(const Unit& unit) const { return unit.forward_uses > 0 || unit.in_backward; }
   Unit& unit_state(std::int32_t unit) { return units_[static_cast<std::size_t>(unit)]; }

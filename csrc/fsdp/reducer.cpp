@@ -103,8 +103,7 @@ void Reducer::take_slot(std::int32_t bucket) {
       comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
       continue;
     }
-    if (!launched_.empty() &&
-        comm_.wait_reduce_ready_or_stuck(static_cast<std::uint32_t>(launched_.front()), round_)) {
+    if (!launched_.empty() && comm_.wait_reduce_ready_or_stuck(static_cast<std::uint32_t>(launched_.front()), round_)) {
       continue;
     }
     // All slots fill, or a rank that is blocked itself has not launched the oldest: waiting could be a deadlock.
@@ -139,9 +138,10 @@ GradientDestination Reducer::destination(std::int32_t param) {
     return {b.unreduced + offset * size_of(dtype), dtype, test(b.unreduced_reported, i)};
   }
   if (b.state != State::kIdle && b.state != State::kFilling && b.state != State::kComplete) {
-    throw Error(str("not supported: parameter '", plan_.params()[static_cast<std::size_t>(param)].name,
-                    "' received another gradient after its bucket was reduced in the same backward pass. A module that is "
-                    "used twice under re-entrant activation checkpointing does this: pass use_reentrant=False"));
+    throw Error(
+        str("not supported: parameter '", plan_.params()[static_cast<std::size_t>(param)].name,
+            "' received another gradient after its bucket was reduced in the same backward pass. A module that is "
+            "used twice under re-entrant activation checkpointing does this: pass use_reentrant=False"));
   }
   if (b.slot < 0) {
     take_slot(bucket);
@@ -336,6 +336,9 @@ void Reducer::abort_round() {
   }
   for (auto& b : buckets_) {
     clear(b.unreduced_reported);
+  }
+  if (reduce_) {
+    comm_.abort_round(round_);
   }
   reset_round();
 }

@@ -1,8 +1,9 @@
-// Which parameter lies where in which bucket (the plan). A pure function of shapes, world size and cap: no devices, no torch.
+// Which parameter lies where in which bucket (the plan). A pure function of shapes, world size and cap: no devices, no
+// torch.
 //
-// A bucket is N equal shards of `shard_numel` elements, rank-major, so that an in-place all-gather of equal counts yields all
-// of it. Parameters lie in it back to back, in order; a shard boundary that falls inside a parameter falls between two of its
-// *atoms* (rows, or multiples of rows).
+// A bucket is N equal shards of `shard_numel` elements, rank-major, so that an in-place all-gather of equal counts
+// yields all of it. Parameters lie in it back to back, in order; a shard boundary that falls inside a parameter falls
+// between two of its *atoms* (rows, or multiples of rows).
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,8 @@ namespace tt::fsdp {
 
 struct ParamSpec {
   std::string name;
-  std::int64_t rows = 1;       // shape[0]; 1 for a scalar; 0 is legal
-  std::int64_t row_numel = 1;  // product of shape[1:]
+  std::int64_t rows = 1;                 // shape[0]; 1 for a scalar; 0 is legal
+  std::int64_t row_numel = 1;            // product of shape[1:]
   DType param_dtype = DType::kFloat32;   // as gathered; kBytes: rows and row_numel are the tensor's, row_numel in bytes
   DType master_dtype = DType::kFloat32;  // as sharded
   bool requires_grad = true;
@@ -34,15 +35,15 @@ struct Bucket {
   DType param_dtype = DType::kFloat32;
   DType master_dtype = DType::kFloat32;
   bool requires_grad = true;
-  std::int64_t shard_numel = 0;       // S
-  std::int64_t payload_numel = 0;     // sum of its parameters; N*S - payload is padding
+  std::int64_t shard_numel = 0;    // S
+  std::int64_t payload_numel = 0;  // sum of its parameters; N*S - payload is padding
   std::vector<std::int32_t> params;
 };
 
 // Where a parameter lies.
 struct Placement {
   std::int32_t bucket = -1;
-  std::int64_t offset = 0;      // elements from the bucket's start
+  std::int64_t offset = 0;  // elements from the bucket's start
   std::int64_t numel = 0;
   std::int64_t atom_numel = 1;  // boundaries inside the parameter fall on multiples of this, counted from its start
 };

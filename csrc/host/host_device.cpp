@@ -47,8 +47,8 @@ void HostDevice::sum(std::byte* dst, std::span<const std::byte* const> sources, 
   TT_CHECK(kernel != nullptr, "a sum of ", name_of(spec.wire), " into ", name_of(spec.result), " is not defined");
   int exponent = 0;
   const bool power_of_two = std::frexp(spec.divisor, &exponent) == 0.5;
-  kernel({dst, sources.data(), sources.size(), numel, spec.round_to, spec.divisor,
-          power_of_two ? 1 / spec.divisor : 0, spec.accumulate});
+  kernel({dst, sources.data(), sources.size(), numel, spec.round_to, spec.divisor, power_of_two ? 1 / spec.divisor : 0,
+          spec.accumulate});
 }
 
 double HostDevice::sum_squares(const std::byte* src, DType dtype, std::size_t numel) {

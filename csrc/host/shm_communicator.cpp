@@ -263,6 +263,15 @@ void ShmCommunicator::close_round(std::uint64_t round) {
   control().rank(rank()).closed_round.store(round, std::memory_order_release);
 }
 
+void ShmCommunicator::abort_round(std::uint64_t round) {
+  control();
+  for (std::uint32_t bucket = 0; bucket < launches_.size(); ++bucket) {
+    control_->bucket(rank(), bucket).finished.store(round, std::memory_order_release);
+  }
+  close_round(round);
+  control_->header().bell.ring();
+}
+
 bool ShmCommunicator::has_launched(int peer, std::uint32_t bucket, std::uint64_t round) {
   // Read first: a round that is closed has all its launches before it.
   const std::uint64_t closed = control_->rank(peer).closed_round.load(std::memory_order_acquire);

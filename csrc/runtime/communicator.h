@@ -5,8 +5,8 @@
 //   reduce  every rank has written its gradients of a bucket (all N segments) somewhere into its reduce memory;
 //           afterwards each rank can sum its own segment over all ranks.
 //
-// Both are split into launch and wait, so that publishing early hides stragglers. Ranks run the same program: gathers are
-// launched in the same order everywhere, and each carries a tag that all ranks compare. Reductions are matched by
+// Both are split into launch and wait, so that publishing early hides stragglers. Ranks run the same program: gathers
+// are launched in the same order everywhere, and each carries a tag that all ranks compare. Reductions are matched by
 // (bucket, round). All waits have a deadline, notice a dead or failed peer, and end in PeerError that names it.
 #pragma once
 
@@ -35,13 +35,13 @@ struct Segments {
 
 // Sizes agreed before any collective, the same on all ranks.
 struct MemoryLayout {
-  std::size_t gather_bytes = 0;           // planned: backed by memory at once
-  std::size_t gather_reserved_bytes = 0;  // address space, >= gather_bytes; backed on first touch
-  std::size_t reduce_bytes = 0;           // per rank, planned
-  std::size_t reduce_reserved_bytes = 0;  // per rank, address space
-  std::uint32_t places = 0;               // gather places are numbered 0 .. places-1
-  std::vector<std::uint32_t> bucket_params;     // parameters in each bucket that is reduced (0: never reduced)
-  std::vector<std::string> unit_names;          // for messages
+  std::size_t gather_bytes = 0;              // planned: backed by memory at once
+  std::size_t gather_reserved_bytes = 0;     // address space, >= gather_bytes; backed on first touch
+  std::size_t reduce_bytes = 0;              // per rank, planned
+  std::size_t reduce_reserved_bytes = 0;     // per rank, address space
+  std::uint32_t places = 0;                  // gather places are numbered 0 .. places-1
+  std::vector<std::uint32_t> bucket_params;  // parameters in each bucket that is reduced (0: never reduced)
+  std::vector<std::string> unit_names;       // for messages
 };
 
 inline constexpr std::size_t kNoGradient = ~std::size_t{0};
@@ -49,9 +49,9 @@ inline constexpr std::size_t kNoGradient = ~std::size_t{0};
 // One rank's contribution to one reduction.
 struct Contribution {
   std::uint32_t bucket = 0;
-  std::uint64_t round = 0;             // number of the backward pass, from 1
-  std::size_t offset = kNoGradient;    // where in my reduce memory the bucket starts; kNoGradient: I have none
-  std::size_t shard_numel = 0;         // elements per segment
+  std::uint64_t round = 0;           // number of the backward pass, from 1
+  std::size_t offset = kNoGradient;  // where in my reduce memory the bucket starts; kNoGradient: I have none
+  std::size_t shard_numel = 0;       // elements per segment
   DType wire = DType::kFloat32;
   std::vector<std::uint64_t> reported;  // bit i: parameter i of the bucket has a gradient here (others are zeros)
 };
@@ -86,11 +86,14 @@ class Communicator {
   virtual void launch_reduce(const Contribution& contribution) = 0;
   // Every reducible bucket of this round has been launched.
   virtual void close_round(std::uint64_t round) = 0;
+  // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more. Peers that
+  // give it up at the same place go on in step; one that waits for what does not come gets PeerError.
+  virtual void abort_round(std::uint64_t round) = 0;
   // Whether all ranks have launched (bucket, round).
   virtual bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) = 0;
   virtual void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) = 0;
-  // Waits until ready, or until a rank that has not launched it is itself blocked in a wait: then returns false, and waiting
-  // on could be a deadlock.
+  // Waits until ready, or until a rank that has not launched it is itself blocked in a wait: then returns false, and
+  // waiting on could be a deadlock.
   virtual bool wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) = 0;
   // Once ready: the union over ranks of `reported`.
   virtual std::vector<std::uint64_t> reported_anywhere(std::uint32_t bucket, std::uint64_t round) = 0;

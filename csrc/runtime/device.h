@@ -11,10 +11,10 @@ namespace tt::runtime {
 // How gradients of all ranks become one: dst = round((src[0] + src[1] + …) / divisor), added in source order in
 // float32 (float64 for float64 sources).
 struct SumSpec {
-  DType wire;          // element type of the sources
-  DType result;        // element type of dst: kFloat32 or kFloat64, or equal to `wire`
-  DType round_to;      // reduce_dtype: the quotient is rounded to it before it is stored; equal to `result` for no rounding
-  double divisor = 1;  // number of ranks that share the average
+  DType wire;      // element type of the sources
+  DType result;    // element type of dst: kFloat32 or kFloat64, or equal to `wire`
+  DType round_to;  // reduce_dtype: the quotient is rounded to it before it is stored; equal to `result` for no rounding
+  double divisor = 1;       // number of ranks that share the average
   bool accumulate = false;  // add to what dst holds instead of replacing it
 };
 
@@ -29,7 +29,8 @@ class Device {
   virtual void add(std::byte* dst, DType dst_dtype, const std::byte* src, DType src_dtype, std::size_t numel) = 0;
 
   // Sums `sources` (all of `numel` elements of spec.wire; a null source counts as zeros) into dst.
-  virtual void sum(std::byte* dst, std::span<const std::byte* const> sources, std::size_t numel, const SumSpec& spec) = 0;
+  virtual void sum(std::byte* dst, std::span<const std::byte* const> sources, std::size_t numel,
+                   const SumSpec& spec) = 0;
 
   // Sum of squares, formed in float64 so that it does not depend on how a tensor is cut.
   virtual double sum_squares(const std::byte* src, DType dtype, std::size_t numel) = 0;

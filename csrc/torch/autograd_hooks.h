@@ -10,7 +10,8 @@ namespace tt {
 
 class TorchEngine;
 
-// Gradient accumulator of a gathered leaf: hands the gradient to the engine and drops it; the leaf's .grad stays undefined.
+// Gradient accumulator of a gathered leaf: hands the gradient to the engine and drops it; the leaf's .grad stays
+// undefined.
 torch_compat::GradientNode make_gradient_sink(const at::Tensor& leaf, std::int32_t param,
                                               const std::weak_ptr<TorchEngine>& engine);
 

@@ -27,9 +27,10 @@ BucketStorage::BucketStorage(std::int64_t bytes, c10::Device device, std::string
 at::Tensor BucketStorage::view(std::int64_t byte_offset, at::IntArrayRef sizes, c10::ScalarType dtype) const {
   const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
   if (byte_offset % item != 0) {
-    throw Error(str("not supported: a parameter of type ", c10::toString(dtype), " at byte ", byte_offset,
-                    " of its bucket, which is not a multiple of its element size; wrap integer parameters of different types "
-                    "in units of their own"));
+    throw Error(
+        str("not supported: a parameter of type ", c10::toString(dtype), " at byte ", byte_offset,
+            " of its bucket, which is not a multiple of its element size; wrap integer parameters of different types "
+            "in units of their own"));
   }
   auto tensor = at::empty({0}, at::TensorOptions().dtype(dtype).device(storage_.device()));
   std::vector<std::int64_t> strides(sizes.size());

@@ -1,4 +1,5 @@
-// The storage behind one bucket's gathered parameters. It owns no memory: it is seated on the arena while the bucket is gathered.
+// The storage behind one bucket's gathered parameters. It owns no memory: it is seated on the arena while the bucket is
+// gathered.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -168,9 +168,6 @@ void C10dCommunicator::launch_reduce(const runtime::Contribution& contribution) 
   auto& r = reduction_of_.at(contribution.bucket);
   r = Reduction{};
   r.round = contribution.round;
-  if (!held_back_.empty() && held_back_.front().round != contribution.round) {
-    held_back_.clear();  // of a round that was aborted
-  }
   if (contribution.offset == runtime::kNoGradient || !held_back_.empty()) {
     held_back_.push_back(contribution);
   } else {
@@ -200,6 +197,15 @@ void C10dCommunicator::close_round(std::uint64_t round) {
     }
   }
   held_back_.clear();
+}
+
+void C10dCommunicator::abort_round(std::uint64_t round) {
+  held_back_.clear();
+  for (auto& r : reduction_of_) {
+    if (r.round == round) {
+      r = Reduction{};  // what is under way keeps its buffers
+    }
+  }
 }
 
 bool C10dCommunicator::reduce_is_ready(std::uint32_t bucket, std::uint64_t round) {

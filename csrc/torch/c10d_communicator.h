@@ -1,16 +1,16 @@
 // Collectives through a torch process group: the fallback for ranks that do not share memory.
 //
-// Reductions travel as an all-to-all in the wire dtype; each rank adds what it received in the sum dtype itself. Gathers and
-// reductions use groups of their own, since ranks may interleave the two differently.
+// Reductions travel as an all-to-all in the wire dtype; each rank adds what it received in the sum dtype itself.
+// Gathers and reductions use groups of their own, since ranks may interleave the two differently.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "runtime/communicator.h"
@@ -39,6 +39,7 @@ class C10dCommunicator final : public runtime::Communicator {
   bool needs_fixed_order() const override { return true; }
   void launch_reduce(const runtime::Contribution& contribution) override;
   void close_round(std::uint64_t round) override;
+  void abort_round(std::uint64_t round) override;
   bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) override;
   void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) override;
   bool wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) override;

@@ -79,8 +79,8 @@ void TorchEngine::accumulate(std::int32_t param, const at::Tensor& gradient) {
   const auto destination = engine_->gradient_destination(param);
   const auto numel = static_cast<std::size_t>(gradient.numel());
   if (gradient.layout() != at::kStrided) {
-    throw Error(str("not supported: sparse gradient of parameter '", plan_->params()[static_cast<std::size_t>(param)].name,
-                    "'; build the embedding with sparse=False"));
+    throw Error(str("not supported: sparse gradient of parameter '",
+                    plan_->params()[static_cast<std::size_t>(param)].name, "'; build the embedding with sparse=False"));
   }
   if (gradient.is_contiguous()) {
     const auto* from = static_cast<const std::byte*>(gradient.const_data_ptr());
@@ -92,7 +92,8 @@ void TorchEngine::accumulate(std::int32_t param, const at::Tensor& gradient) {
     }
   } else {
     const at::NoGradGuard no_grad;
-    auto to = at::from_blob(destination.where, gradient.sizes(), at::TensorOptions().dtype(to_torch(destination.dtype)));
+    auto to =
+        at::from_blob(destination.where, gradient.sizes(), at::TensorOptions().dtype(to_torch(destination.dtype)));
     if (destination.add) {
       to.add_(gradient);
     } else {
@@ -120,9 +121,10 @@ void TorchEngine::unseat(std::int32_t bucket) {
     auto& p = params_[static_cast<std::size_t>(param)];
     if (p.gathered.defined() && p.gathered._version() != p.seated_version) {
       p.seated_version = p.gathered._version();
-      callbacks_.log(str("parameter '", plan_->params()[static_cast<std::size_t>(param)].name,
-                         "' was modified in place while it was gathered. The change is lost, and other ranks of this machine may "
-                         "have computed with it: change parameters outside forward, where model.parameters() are this rank's pieces"));
+      callbacks_.log(str(
+          "parameter '", plan_->params()[static_cast<std::size_t>(param)].name,
+          "' was modified in place while it was gathered. The change is lost, and other ranks of this machine may "
+          "have computed with it: change parameters outside forward, where model.parameters() are this rank's pieces"));
     }
   }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,32 +90,55 @@ def test_type_information_is_installed() -> None:
     assert (PACKAGE / "_C.pyi").is_file()
 
 
-def members_of_stub() -> dict[str, set[str]]:
-    """Public names of _C.pyi: of the module under "", of each class under its name."""
-    found: dict[str, set[str]] = {"": set()}
+Signatures = dict[str, dict[str, "list[str] | None"]]
+"""Per class ("" is the module): each public member; of functions, the names of the arguments."""
 
-    def names(body: list[ast.stmt]) -> set[str]:
-        named = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        named |= {n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-        return {name for name in named if not name.startswith("_")}
+
+def signatures_of_stub() -> Signatures:
+    def members(body: list[ast.stmt]) -> dict[str, list[str] | None]:
+        found: dict[str, list[str] | None] = {}
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = None
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found[node.target.id] = None
+            elif isinstance(node, ast.FunctionDef):
+                is_property = any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+                names = [a.arg for a in (*node.args.args, *node.args.kwonlyargs) if a.arg != "self"]
+                found[node.name] = None if is_property else names
+        return {name: arguments for name, arguments in found.items() if not name.startswith("_")}
 
     module = ast.parse((PACKAGE / "_C.pyi").read_text(encoding="utf-8"))
-    found[""] = names(module.body)
-    for node in module.body:
-        if isinstance(node, ast.ClassDef):
-            found[node.name] = names(node.body)
-    return found
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
+    return {"": members(module.body)} | {node.name: members(node.body) for node in classes}
 
 
-def test_stub_names_what_the_core_has() -> None:
+def signatures_of_core() -> Signatures:
+    """From the first line of pybind11's docstrings: ``name(self: Type, first: int, second: bool = True) -> None``."""
     from torchtitan_npu import _C
 
-    actual = {"": {name for name in vars(_C) if not name.startswith("_")}}
-    for name in actual[""]:
-        value = getattr(_C, name)
-        if isinstance(value, type):
-            actual[name] = {member for member in vars(value) if not member.startswith("_")}
-    assert members_of_stub() == actual
+    def members(owner: object) -> dict[str, list[str] | None]:
+        found: dict[str, list[str] | None] = {}
+        for name, value in vars(owner).items():
+            if not name.startswith("_"):
+                value = value.__func__ if isinstance(value, staticmethod) else value
+                line = (getattr(value, "__doc__", None) or "").strip().partition("\n")[0]
+                is_function = callable(value) and not isinstance(value, type) and line.startswith(f"{name}(")
+                names = re.findall(r"[(,] ?(\w+): ", line) if is_function else None
+                found[name] = names if names is None else [n for n in names if n != "self"]
+        return found
+
+    classes = {name: value for name, value in vars(_C).items() if isinstance(value, type)}
+    return {"": members(_C)} | {name: members(value) for name, value in classes.items()}
+
+
+def test_stub_says_what_the_core_has() -> None:
+    core, stub = signatures_of_core(), signatures_of_stub()
+    assert core["Engine"]["hook_outputs"] == ["unit", "outputs"]
+    assert core["HostDevice"]["available_isas"] == []
+    assert set(stub) == set(core)
+    for name in core:
+        assert stub[name] == core[name], name
 
 
 @pytest.mark.skipif(is_editable(), reason="editable installation: the files are the source tree's")

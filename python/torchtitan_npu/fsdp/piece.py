@@ -24,7 +24,7 @@ class Piece(torch.Tensor):
     rank: int
     world_size: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
         cls, data: torch.Tensor, *, fqn: str, shape: torch.Size, start: int, rank: int, world_size: int
@@ -67,6 +67,8 @@ class Piece(torch.Tensor):
     # ---- the protocol of torch.distributed.checkpoint (torch/distributed/_checkpointable.py) -------------------------
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
+        if self.whole_shape.numel() == 0 and self.rank == 0:  # an empty tensor is in the checkpoint, too: once
+            return [ChunkStorageMetadata(offsets=torch.Size([0] * len(self.whole_shape)), sizes=self.whole_shape)]
         return [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
             for offsets, sizes in rectangles(tuple(self.whole_shape), self.start, self.numel())

@@ -181,7 +181,8 @@ class FSDPState:
                 continue  # the root's call is wrapped by FSDP.__call__
             for module in unit.modules:
                 module.register_forward_pre_hook(self._unit_pre_hook(index), prepend=True, with_kwargs=True)
-                module.register_forward_hook(self._unit_post_hook(index, module is unit.modules[-1]))
+                # Also after an exception, when the unit was called by itself and nothing else would clean up.
+                module.register_forward_hook(self._unit_post_hook(index, module is unit.modules[-1]), always_call=True)
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -207,15 +208,16 @@ class FSDPState:
     def _input_dtype(self) -> torch.dtype | None:
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None
 
+    def recover(self) -> None:
+        """Cleans up after a backward that an exception cut short: autograd does not tell."""
+        if self.engine.in_backward and torch._C._current_graph_task_id() == -1:
+            self.engine.abort()
+
     def run_root(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root module's ``__call__``."""
         engine = self.engine
-        recomputed = False
-        if engine.in_backward:
-            # Either the whole model is recomputed under activation checkpointing, or an exception cut a backward short.
-            recomputed = torch._C._current_graph_task_id() != -1
-            if not recomputed:
-                engine.abort()
+        self.recover()
+        recomputed = engine.in_backward  # the whole model, under activation checkpointing
         cast = self._input_dtype()
         if cast is not None:
             args, kwargs = cast_floating(args, cast), cast_floating(kwargs, cast)

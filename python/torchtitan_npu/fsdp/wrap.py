@@ -104,6 +104,13 @@ class FSDP(metaclass=_WrapOnCall):
             return full_state_dict(_module(self), sharded)
         return sharded
 
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        # parameters(), zero_grad() and the like: after an exception in backward, modules still hold the gathered ones.
+        state = self.__dict__.get("_fsdp_state")
+        if state is not None:
+            state.recover()
+        return super()._named_members(*args, **kwargs)  # type: ignore[misc]
+
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         raise RuntimeError(
             "not supported yet: moving or casting a model after FSDP(...) (.to(), .half(), .cuda(), …): its tensors "
