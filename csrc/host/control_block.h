@@ -55,6 +55,10 @@ struct RankState {
   char failure[512];
 };
 
+inline RankPhase phase_of(const RankState& state) {
+  return static_cast<RankPhase>(state.phase.load(std::memory_order_acquire));
+}
+
 // One of the last gathers of a rank: which unit it put into which place.
 struct GatherEntry {
   std::atomic<std::uint64_t> sequence;  // stored last
@@ -119,6 +123,7 @@ class ControlBlock {
   }
 
   int num_ranks() const { return static_cast<int>(layout_.num_ranks); }
+  std::size_t num_places() const { return layout_.num_places; }
 
  private:
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }

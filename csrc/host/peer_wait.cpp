@@ -53,8 +53,6 @@ class CountMark {
   std::atomic<std::uint32_t>* counter_;
 };
 
-RankPhase phase_of(RankState& state) { return static_cast<RankPhase>(state.phase.load(std::memory_order_acquire)); }
-
 }  // namespace
 
 PeerWait::PeerWait(ControlBlock control, int rank, std::vector<std::string> names, std::vector<std::string> unit_names,
@@ -111,6 +109,7 @@ bool PeerWait::wait_slowly(const WaitReason& reason, const Arrived& arrived, dou
     if (all(arrived)) return true;
     check_peers(reason, arrived);
     if (return_if_stuck && is_stuck(arrived)) return false;
+    if (!return_if_stuck && reason.kind != WaitKind::kAttach) check_mutual(reason, arrived);
     if (Clock::now() >= deadline) throw_late(reason, arrived, timeout_seconds, hint);
     control_.header().bell.sleep_unless([&] { return all(arrived); }, kSlice);
     if (progress_) progress_();
@@ -159,6 +158,34 @@ bool PeerWait::is_stuck(const Arrived& arrived) {
   if (!any()) return false;
   std::this_thread::sleep_for(kStuckNap);
   return any();
+}
+
+// A peer that waits for this rank to release a place, while this rank waits for it: neither will ever go on. Ranks in
+// step do not get there, as each has released a place before it goes past the gather that needs it.
+void PeerWait::check_mutual(const WaitReason& reason, const Arrived& arrived) {
+  const auto waits_for_me = [&](int peer) -> std::optional<WaitReason> {
+    RankState& state = control_.rank(peer);
+    const WaitReason its{static_cast<WaitKind>(state.waiting.load(std::memory_order_acquire)),
+                         state.waiting_item.load(std::memory_order_relaxed),
+                         state.waiting_number.load(std::memory_order_relaxed)};
+    const bool blocked = its.kind == WaitKind::kPlace && its.item < control_.num_places() &&
+                         control_.released(rank_, its.item).load(std::memory_order_acquire) < its.number;
+    return blocked && !arrived(peer) ? std::optional(its) : std::nullopt;
+  };
+  for (int peer = 0; peer < control_.num_ranks(); ++peer) {
+    if (peer == rank_) continue;
+    const auto before = waits_for_me(peer);
+    if (!before) continue;
+    std::this_thread::sleep_for(kStuckNap);  // the three values are not read at once, and may be of a wait just ended
+    const auto its = waits_for_me(peer);
+    if (!its || its->item != before->item || its->number != before->number) continue;
+    const std::string message =
+        str("ranks have come apart: ", my_name(), " waits for ", name(peer), " in ", describe(reason), ", and ",
+            name(peer), " for ", my_name(), " in ", describe(*its),
+            ". All ranks must run the same modules in the same order, and an exception on one must stop all");
+    fail(message);
+    throw PeerError(message);
+  }
 }
 
 void PeerWait::throw_late(const WaitReason& reason, const Arrived& arrived, double timeout_seconds, const char* hint) {

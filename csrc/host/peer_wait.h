@@ -68,6 +68,7 @@ class PeerWait {
   bool spin(const Arrived& arrived);
   void check_peers(const WaitReason& reason, const Arrived& arrived);
   bool is_stuck(const Arrived& arrived);
+  void check_mutual(const WaitReason& reason, const Arrived& arrived);
   [[noreturn]] void throw_late(const WaitReason& reason, const Arrived& arrived, double timeout_seconds,
                                const char* hint);
   std::string who(int rank);  // "rank 1 (pid 4711)"

@@ -166,6 +166,9 @@ void ShmCommunicator::wait_place_free(std::uint32_t place) {
 void ShmCommunicator::launch_gather(std::uint32_t place, const Tag& tag, std::span<const Segments> buckets) {
   TT_CHECK(place_is_free(place), "gather ", tag.sequence, " into place ", place, ", which is still in use");
   RankState& me = control_->rank(rank());
+  if (phase_of(me) == RankPhase::kFailed) {  // for good, and not just where a wait would notice
+    throw PeerError(str("rank ", rank(), " gave up before: ", me.failure));
+  }
   TT_CHECK(tag.sequence > me.gathered.load(std::memory_order_relaxed), "gather ", tag.sequence, " is not a new one");
   for (const Segments& bucket : buckets) {
     const std::size_t end = bucket.offset + static_cast<std::size_t>(size()) * bucket.shard_bytes;

@@ -47,5 +47,8 @@ def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")
-    groups = [dist.new_group(list(ranks.ranks), use_local_synchronization=True) for _ in range(2)]
+    # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
+    # wrapped a small model alone), they would wait under different names. The whole world needs none.
+    local = ranks.size < dist.get_world_size()
+    groups = [dist.new_group(list(ranks.ranks), use_local_synchronization=local) for _ in range(2)]
     return _C.C10dCommunicator(*groups)
