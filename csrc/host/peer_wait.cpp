@@ -85,6 +85,11 @@ void PeerWait::fail(const std::string& why) noexcept {
   control_.header().bell.ring();
 }
 
+void PeerWait::check_not_failed() {
+  if (!has_failed_.test()) return;
+  throw PeerError(str(my_name(), " gave up before: ", control_.rank(rank_).failure));
+}
+
 bool PeerWait::spin(const Arrived& arrived) {
   const Clock::time_point end = Clock::now() + spin_time_;
   do {
@@ -118,9 +123,7 @@ bool PeerWait::wait_slowly(const WaitReason& reason, const Arrived& arrived, dou
 
 void PeerWait::check_peers(const WaitReason& reason, const Arrived& arrived) {
   // The most telling reason first: ranks that die or leave often do so because another one has failed.
-  if (RankState& me = control_.rank(rank_); phase_of(me) == RankPhase::kFailed) {
-    throw PeerError(str(my_name(), " gave up before: ", me.failure));
-  }
+  check_not_failed();
   for (int peer = 0; peer < control_.num_ranks(); ++peer) {
     RankState& state = control_.rank(peer);
     if (phase_of(state) == RankPhase::kFailed) throw PeerError(str(name(peer), " failed: ", state.failure));

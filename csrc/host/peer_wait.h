@@ -45,6 +45,8 @@ class PeerWait {
 
   // Marks this rank as failed. The first reason stays.
   void fail(const std::string& why) noexcept;
+  // Throws if this rank has failed: its peers count on nothing more from it.
+  void check_not_failed();
 
   template <typename ArrivedFunction>
   bool all(const ArrivedFunction& arrived) {

@@ -164,11 +164,10 @@ void ShmCommunicator::wait_place_free(std::uint32_t place) {
 }
 
 void ShmCommunicator::launch_gather(std::uint32_t place, const Tag& tag, std::span<const Segments> buckets) {
+  control();
+  wait_->check_not_failed();
   TT_CHECK(place_is_free(place), "gather ", tag.sequence, " into place ", place, ", which is still in use");
   RankState& me = control_->rank(rank());
-  if (phase_of(me) == RankPhase::kFailed) {  // for good, and not just where a wait would notice
-    throw PeerError(str("rank ", rank(), " gave up before: ", me.failure));
-  }
   TT_CHECK(tag.sequence > me.gathered.load(std::memory_order_relaxed), "gather ", tag.sequence, " is not a new one");
   for (const Segments& bucket : buckets) {
     const std::size_t end = bucket.offset + static_cast<std::size_t>(size()) * bucket.shard_bytes;
@@ -235,6 +234,7 @@ std::optional<std::size_t> ShmCommunicator::find_slot(int peer, std::uint32_t bu
 void ShmCommunicator::launch_reduce(const Contribution& contribution) {
   const std::uint32_t bucket = contribution.bucket;
   check_bucket(bucket);
+  wait_->check_not_failed();
   const std::size_t slot = launches_[bucket] % 2;
   ContributionSlot& mine = control_->bucket(rank(), bucket).slots[slot];
   const std::uint64_t old_round = mine.round.load(std::memory_order_relaxed);
