@@ -44,7 +44,7 @@ class Piece(torch.Tensor):
         """
         return self.whole_shape if dim is None else self.whole_shape[dim]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"Piece({self.plain()!r}, elements {self.start}..{self.start + self.numel()} of '{self.fqn}' "
             f"{tuple(self.whole_shape)}, "
