@@ -1,4 +1,4 @@
-"""The planner: who owns which element, where shards are cut, and what that costs in padding (DESIGN 4, R6)."""
+"""The planner: who owns which element, where shards are cut, and what that costs in padding (R6)."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ def fully_shard(module: nn.Module, *, reshard_after_forward: bool | None = None)
     def refuse(module: nn.Module, args: object) -> None:
         raise RuntimeError(
             f"{type(module).__name__} was marked with fully_shard, but FSDP was not called on the model around it: "
-            f"call "
-            "FSDP(model, ...) after the last fully_shard and before the optimizer is built"
+            "call FSDP(model, ...) after the last fully_shard and before the optimizer is built"
         )
 
     module.__dict__[UNIT_OPTIONS] = (reshard_after_forward, module.register_forward_pre_hook(refuse))
