@@ -13,6 +13,6 @@ void bind_c10d(py::module_& m) {
   py::module_::import("torch._C._distributed_c10d");  // registers ProcessGroup
   py::class_<tt::C10dCommunicator, tt::runtime::Communicator, std::shared_ptr<tt::C10dCommunicator>>(
       m, "C10dCommunicator", "Collectives through two torch process groups of the same ranks: gathers and reductions.")
-      .def(py::init<tt::C10dCommunicator::Group, tt::C10dCommunicator::Group>(), py::arg("gathers"),
-           py::arg("reductions"));
+      .def(py::init<tt::C10dCommunicator::Group, tt::C10dCommunicator::Group, c10::Device>(), py::arg("gathers"),
+           py::arg("reductions"), py::arg("device"), "`device`: where parameters and gradients live.");
 }

@@ -14,6 +14,7 @@
 #include "bindings/bindings.h"
 #include "host/host_device.h"
 #include "torch/dtypes.h"
+#include "torch/torch_device.h"
 #include "torch/torch_engine.h"
 
 namespace py = pybind11;
@@ -58,10 +59,11 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   return callbacks;
 }
 
-Schedule make_schedule(std::vector<bool> reshard_after_forward, std::int32_t nesting, std::int32_t prefetch,
-                       std::optional<tt::DType> reduce_dtype) {
+Schedule make_schedule(std::vector<bool> reshard_after_forward, std::vector<std::int32_t> parents, std::int32_t nesting,
+                       std::int32_t prefetch, std::optional<tt::DType> reduce_dtype) {
   Schedule schedule;
   schedule.reshard_after_forward = std::move(reshard_after_forward);
+  schedule.parents = std::move(parents);
   schedule.nesting = nesting;
   schedule.prefetch = prefetch;
   schedule.has_reduce_dtype = reduce_dtype.has_value();
@@ -76,8 +78,9 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 void bind_engine(py::module_& m) {
   py::class_<Schedule>(m, "Schedule",
                        "How units are used over time: the part of the memory plan that shapes do not give.")
-      .def(py::init(&make_schedule), py::kw_only(), py::arg("reshard_after_forward"), py::arg("nesting") = 1,
-           py::arg("prefetch") = 1, py::arg("reduce_dtype") = py::none());
+      .def(py::init(&make_schedule), py::kw_only(), py::arg("reshard_after_forward"),
+           py::arg("parents") = std::vector<std::int32_t>{}, py::arg("nesting") = 1, py::arg("prefetch") = 1,
+           py::arg("reduce_dtype") = py::none());
 
   py::class_<Arena>(m, "Arena", "Sizes of gather and reduce memory, in bytes. Needs no device.")
       .def(py::init<const ShardPlan&, const Schedule&>(), py::arg("plan"), py::arg("schedule"))
@@ -96,15 +99,25 @@ void bind_engine(py::module_& m) {
       .def_readonly("bytes_written", &EngineCounters::bytes_written)
       .def_readonly("wait_seconds", &EngineCounters::wait_seconds);
 
+  py::class_<tt::TorchDevice, tt::runtime::Device, std::shared_ptr<tt::TorchDevice>>(
+      m, "TorchDevice", "Any device that torch knows, through torch's operators, streams and events.")
+      .def(py::init<c10::Device>(), py::arg("device"));
+
   py::class_<tt::TorchEngine, std::shared_ptr<tt::TorchEngine>>(m, "Engine", "The FSDP engine of one wrapped model.")
       .def(py::init([](std::shared_ptr<ShardPlan> plan, const Schedule& schedule,
-                       std::shared_ptr<tt::runtime::Communicator> comm, const py::weakref& owner) {
+                       std::shared_ptr<tt::runtime::Communicator> comm, const py::weakref& owner, c10::Device where) {
              auto callbacks = callbacks_to(owner);
              const py::gil_scoped_release release;
-             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm),
-                                                      std::make_shared<tt::host::HostDevice>(), std::move(callbacks));
+             std::shared_ptr<tt::runtime::Device> device;
+             if (where.is_cpu()) {
+               device = std::make_shared<tt::host::HostDevice>();
+             } else {
+               device = std::make_shared<tt::TorchDevice>(where);
+             }
+             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm), std::move(device),
+                                                      where, std::move(callbacks));
            }),
-           py::arg("plan"), py::arg("schedule"), py::arg("communicator"), py::arg("owner"))
+           py::arg("plan"), py::arg("schedule"), py::arg("communicator"), py::arg("owner"), py::arg("device"))
       .def("master", &tt::TorchEngine::master, py::arg("bucket"))
       .def(
           "gathered_view",

@@ -34,6 +34,17 @@ runtime::MemoryLayout layout_of(const ShardPlan& plan, const Arena& arena) {
   for (const auto& unit : plan.units()) {
     layout.unit_names.push_back(unit.name);
   }
+  const auto beyond = [](const std::vector<Slot>& all, std::size_t planned) {
+    std::vector<runtime::Region> regions;
+    for (const auto& slot : all) {
+      if (slot.offset >= planned) {
+        regions.push_back({slot.offset, slot.bytes});
+      }
+    }
+    return regions;
+  };
+  layout.gather_overflow = beyond(arena.places(), arena.gather_bytes());
+  layout.reduce_overflow = beyond(arena.slots(), arena.reduce_bytes());
   return layout;
 }
 
@@ -50,11 +61,16 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
       reducer_(plan, arena_, schedule_, comm, device, client),
       units_(plan.units().size()),
       place_owner_(arena_.places().size(), -1),
+      masters_ready_(device),
+      gathered_in_vain_(device),
       keeps_until_next_(plan.units().size(), false) {
   for (const auto& bucket : plan.buckets()) {
     if (!is_reduced(bucket)) {
       keeps_until_next_[static_cast<std::size_t>(bucket.unit)] = true;
     }
+  }
+  for (std::size_t place = 0; place < arena_.places().size(); ++place) {
+    place_left_.emplace_back(device);
   }
   comm_.allocate(layout_of(plan, arena_));
 }
@@ -62,19 +78,20 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
 // ---- gathering
 // --------------------------------------------------------------------------------------------------------
 
+std::int32_t Engine::free_place() const {
+  for (std::int32_t place = arena_.rotating_begin(); place < arena_.rotating_end(); ++place) {
+    if (place_owner_[static_cast<std::size_t>(place)] < 0) {
+      return place;
+    }
+  }
+  return -1;
+}
+
 std::int32_t Engine::choose_place(std::int32_t unit) {
   if (!rotates(unit)) {
     return arena_.own_place(unit);
   }
-  const auto first_free = [&]() -> std::int32_t {
-    for (std::int32_t place = arena_.rotating_begin(); place < arena_.rotating_end(); ++place) {
-      if (place_owner_[static_cast<std::size_t>(place)] < 0) {
-        return place;
-      }
-    }
-    return -1;
-  };
-  if (const std::int32_t place = first_free(); place >= 0) {
+  if (const std::int32_t place = free_place(); place >= 0) {
     return place;
   }
   // A unit that was gathered ahead of a use that did not come makes room.
@@ -125,13 +142,16 @@ void Engine::launch_queued(bool wait_for_first) {
       comm_.wait_place_free(place);
     }
     wait_for_first = false;
+    const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
+    masters_ready_.wait();
+    place_left_[place].wait();
     const std::size_t base = arena_.places()[place].offset;
     std::vector<runtime::Segments> segments;
     for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
       const auto& bucket = plan_.buckets()[static_cast<std::size_t>(b)];
       const auto numel = static_cast<std::size_t>(bucket.shard_numel);
       const runtime::Segments s{base + arena_.bucket_offset(b), numel * size_of(bucket.param_dtype)};
-      std::byte* mine = comm_.gather_memory() + s.offset + static_cast<std::size_t>(comm_.rank()) * s.shard_bytes;
+      std::byte* mine = comm_.gather_memory(s.offset) + static_cast<std::size_t>(comm_.rank()) * s.shard_bytes;
       device_.cast(mine, bucket.param_dtype, client_.master_shard(b), bucket.master_dtype, numel);
       counters_.bytes_written += s.shard_bytes;
       segments.push_back(s);
@@ -157,7 +177,7 @@ void Engine::gather(std::int32_t unit) {
     const Timer timer(counters_.wait_seconds);
     comm_.wait_gather(static_cast<std::uint32_t>(u.place), u.tag);
   }
-  std::byte* base = comm_.gather_memory() + arena_.places()[static_cast<std::size_t>(u.place)].offset;
+  std::byte* base = comm_.gather_memory(arena_.places()[static_cast<std::size_t>(u.place)].offset);
   for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
     client_.seat(b, base + arena_.bucket_offset(b));
   }
@@ -177,8 +197,16 @@ void Engine::release(std::int32_t unit) {
     for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
       client_.unseat(b);
     }
+    place_left_[static_cast<std::size_t>(u.place)].record();
   }
-  comm_.release(static_cast<std::uint32_t>(u.place));
+  {
+    const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
+    comm_.release(static_cast<std::uint32_t>(u.place));
+    gathered_in_vain_.record();
+  }
+  if (u.state == State::kLaunched) {
+    gathered_in_vain_.wait();
+  }
   place_owner_[static_cast<std::size_t>(u.place)] = -1;
   u.place = -1;
   u.state = State::kSharded;
@@ -216,10 +244,14 @@ void Engine::record_and_prefetch(Order& order, std::int32_t unit, const char* pa
   }
   std::int32_t ahead = 0;
   for (std::size_t next = position + 1; next < expected.size() && ahead < schedule_.prefetch; ++next, ++ahead) {
-    if (unit_state(expected[next]).state == State::kSharded) {
-      ++counters_.prefetches;
-      queue_gather(expected[next]);
+    if (unit_state(expected[next]).state != State::kSharded) {
+      continue;
     }
+    if (rotates(expected[next]) && free_place() < 0) {
+      return;  // what is in use or gathered ahead already comes first
+    }
+    ++counters_.prefetches;
+    queue_gather(expected[next]);
   }
 }
 
@@ -235,6 +267,7 @@ void Engine::begin_forward() {
   }
   // Masters may have changed since anything was gathered. A backward that is still to come gathers again.
   release_all();
+  masters_ready_.record();
   forward_order_.current.clear();
   client_.expose(kAllUnits, true);
 }
@@ -263,6 +296,9 @@ void Engine::before_forward(std::int32_t unit) {
   auto& u = unit_state(unit);
   if (forward_depth_ == 0 && !backward_active_ && u.state != State::kSharded && u.forward_uses == 0) {
     release(unit);  // called by itself, outside the root: masters may have changed
+  }
+  if (forward_depth_ == 0 && !backward_active_) {
+    masters_ready_.record();
   }
   gather(unit);
   if (forward_depth_ == 0 && backward_active_) {
@@ -312,20 +348,31 @@ void Engine::before_backward(std::int32_t unit) {
     reducer_.begin_round(reduce_);
     client_.backward_began();
   }
-  auto& u = unit_state(unit);
-  if (u.in_backward) {
+  reducer_.expect(unit);
+  if (unit_state(unit).in_backward) {
     return;
   }
-  for (std::size_t other = 0; other < units_.size(); ++other) {
-    auto& o = units_[other];
-    if (o.in_backward && keeps_until_next_[other] && rotates(static_cast<std::int32_t>(other)) &&
-        reducer_.unit_complete(static_cast<std::int32_t>(other))) {
-      finish_backward_of(static_cast<std::int32_t>(other));
+  for (std::int32_t other = 0; other < static_cast<std::int32_t>(units_.size()); ++other) {
+    // Without a gradient that would end it: only frozen parameters, or none that this rank uses. A unit around it, or
+    // inside, does not end it either.
+    if (unit_state(other).in_backward && rotates(other) && !is_inside(unit, other) && !is_inside(other, unit) &&
+        reducer_.unit_complete(other)) {
+      finish_backward_of(other);
     }
   }
   gather(unit);
   begin_backward_of(unit);
   record_and_prefetch(backward_order_, unit, "backward");
+}
+
+bool Engine::is_inside(std::int32_t unit, std::int32_t other) const {
+  while (unit >= 0 && !schedule_.parents.empty()) {
+    unit = schedule_.parents[static_cast<std::size_t>(unit)];
+    if (unit == other) {
+      return true;
+    }
+  }
+  return false;
 }
 
 void Engine::begin_backward_of(std::int32_t unit) {

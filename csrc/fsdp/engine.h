@@ -90,7 +90,9 @@ class Engine {
   void begin_backward_of(std::int32_t unit);
   void finish_backward_of(std::int32_t unit);
   bool is_last_of_forward(std::int32_t unit) const;
+  bool is_inside(std::int32_t unit, std::int32_t other) const;
   std::int32_t choose_place(std::int32_t unit);
+  std::int32_t free_place() const;
   bool rotates(std::int32_t unit) const { return arena_.own_place(unit) < 0; }
   bool in_use(const Unit& unit) const { return unit.forward_uses > 0 || unit.in_backward; }
   Unit& unit_state(std::int32_t unit) { return units_[static_cast<std::size_t>(unit)]; }
@@ -107,6 +109,9 @@ class Engine {
 
   std::vector<Unit> units_;
   std::vector<std::int32_t> place_owner_;  // unit in each place, or -1
+  std::vector<runtime::Mark> place_left_;  // per place: the last work that read it
+  runtime::Mark masters_ready_;            // the last work that changed masters
+  runtime::Mark gathered_in_vain_;         // the last gather that nobody waited for: it has read masters, too
   std::vector<bool> keeps_until_next_;     // units with frozen parameters: freed when the next unit's backward begins
   std::deque<std::int32_t> queue_;         // gathers not launched yet, in sequence order
   Order forward_order_;

@@ -9,6 +9,7 @@ namespace {
 
 bool test(const std::vector<std::uint64_t>& bits, std::size_t i) { return (bits[i / 64] >> (i % 64) & 1U) != 0; }
 void set(std::vector<std::uint64_t>& bits, std::size_t i) { bits[i / 64] |= std::uint64_t{1} << (i % 64); }
+void unset(std::vector<std::uint64_t>& bits, std::size_t i) { bits[i / 64] &= ~(std::uint64_t{1} << (i % 64)); }
 bool any(const std::vector<std::uint64_t>& bits) {
   return std::any_of(bits.begin(), bits.end(), [](std::uint64_t word) { return word != 0; });
 }
@@ -25,12 +26,18 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
       device_(device),
       client_(client),
       buckets_(plan.buckets().size()),
-      slots_(arena.slots().size()),
-      index_in_bucket_(plan.params().size(), 0) {
+      summed_(device),
+      index_in_bucket_(plan.params().size(), 0),
+      expected_(plan.units().size(), 0) {
+  for (std::size_t slot = 0; slot < arena.slots().size(); ++slot) {
+    slots_.emplace_back(device);
+  }
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const auto& params = plan.buckets()[b].params;
     buckets_[b].reported.assign((params.size() + 63) / 64, 0);
     buckets_[b].unreduced_reported = buckets_[b].reported;
+    buckets_[b].absent = buckets_[b].reported;
+    filled_.emplace_back(device);
     for (std::size_t i = 0; i < params.size(); ++i) {
       index_in_bucket_[static_cast<std::size_t>(params[i])] = i;
     }
@@ -49,7 +56,7 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
 }
 
 std::byte* Reducer::slot_memory(std::int32_t slot) const {
-  return comm_.reduce_memory() + arena_.slots()[static_cast<std::size_t>(slot)].offset;
+  return comm_.reduce_memory(arena_.slots()[static_cast<std::size_t>(slot)].offset);
 }
 
 DType Reducer::accumulate_dtype(std::int32_t bucket) const {
@@ -72,7 +79,11 @@ bool Reducer::slot_is_free(std::int32_t slot) {
 
 void Reducer::take_slot(std::int32_t bucket) {
   const auto assign = [&](std::int32_t slot) {
-    slots_[static_cast<std::size_t>(slot)] = {true, bucket, round_};
+    auto& s = slots_[static_cast<std::size_t>(slot)];
+    s.taken = true;
+    s.bucket = bucket;
+    s.round = round_;
+    s.read.wait();
     state(bucket).slot = slot;
   };
   const std::int32_t own = arena_.own_slot(bucket);
@@ -151,18 +162,27 @@ GradientDestination Reducer::destination(std::int32_t param) {
   return {slot_memory(b.slot) + offset * size_of(wire), wire, test(b.reported, i)};
 }
 
-bool Reducer::gradient_ready(std::int32_t param) {
-  const std::int32_t bucket = plan_.placement(param).bucket;
-  auto& b = state(bucket);
-  const std::size_t i = index_in_bucket(param);
-  if (!reduce_) {
-    set(b.unreduced_reported, i);
-  }
+void Reducer::mark_reported(BucketState& b, std::size_t i) {
   if (!test(b.reported, i)) {
     set(b.reported, i);
     ++b.num_reported;
   }
-  const bool complete = static_cast<std::size_t>(b.num_reported) == spec(bucket).params.size();
+  if (test(b.absent, i)) {
+    unset(b.absent, i);
+    --b.num_absent;
+  }
+}
+
+bool Reducer::gradient_ready(std::int32_t param) {
+  const std::int32_t bucket = plan_.placement(param).bucket;
+  auto& b = state(bucket);
+  const std::size_t i = index_in_bucket(param);
+  filled_[static_cast<std::size_t>(bucket)].record();
+  if (!reduce_) {
+    set(b.unreduced_reported, i);
+  }
+  mark_reported(b, i);
+  const bool complete = is_complete(bucket);
   if (reduce_ && complete && b.state == State::kFilling) {
     b.state = State::kComplete;
     if (comm_.needs_fixed_order()) {
@@ -175,11 +195,31 @@ bool Reducer::gradient_ready(std::int32_t param) {
   return complete && unit_complete(spec(bucket).unit);
 }
 
+void Reducer::expect(std::int32_t unit) {
+  auto& last = expected_[static_cast<std::size_t>(unit)];
+  if (last == round_) {
+    return;
+  }
+  last = round_;
+  for (const std::int32_t bucket : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
+    if (!is_reduced(spec(bucket))) {
+      continue;
+    }
+    auto& b = state(bucket);
+    const auto& params = spec(bucket).params;
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      if (!test(b.reported, i) && !client_.will_report(params[i])) {
+        set(b.absent, i);
+        ++b.num_absent;
+      }
+    }
+  }
+}
+
 bool Reducer::unit_complete(std::int32_t unit) const {
   const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(unit)];
-  return std::all_of(of_unit.begin(), of_unit.end(), [&](std::int32_t b) {
-    return !is_reduced(spec(b)) || static_cast<std::size_t>(state(b).num_reported) == spec(b).params.size();
-  });
+  return std::all_of(of_unit.begin(), of_unit.end(),
+                     [&](std::int32_t b) { return !is_reduced(spec(b)) || is_complete(b); });
 }
 
 void Reducer::launch_in_order() {
@@ -213,8 +253,7 @@ void Reducer::fill_gaps(std::int32_t bucket) {
         device_.add(where, wire, held, dtype, numel);
       } else {
         device_.cast(where, wire, held, dtype, numel);
-        set(b.reported, i);
-        ++b.num_reported;
+        mark_reported(b, i);
       }
     } else if (!test(b.reported, i)) {
       device_.zero(where, numel * size_of(wire));
@@ -224,6 +263,8 @@ void Reducer::fill_gaps(std::int32_t bucket) {
 }
 
 void Reducer::launch(std::int32_t bucket) {
+  const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+  filled_[static_cast<std::size_t>(bucket)].wait();
   fill_gaps(bucket);
   auto& b = state(bucket);
   runtime::Contribution contribution;
@@ -255,6 +296,7 @@ void Reducer::sum(std::int32_t bucket) {
   auto& b = state(bucket);
   const auto id = static_cast<std::uint32_t>(bucket);
   const auto anywhere = comm_.reported_anywhere(id, round_);
+  const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
   if (any(anywhere)) {
     const auto segments = comm_.my_segment_everywhere(id, round_);
     std::vector<const std::byte*> sources(segments.size());
@@ -287,7 +329,9 @@ void Reducer::sum(std::int32_t bucket) {
   }
   comm_.finish_reduce(id, round_);
   if (b.slot >= 0) {
-    slots_[static_cast<std::size_t>(b.slot)].taken = false;
+    auto& s = slots_[static_cast<std::size_t>(b.slot)];
+    s.taken = false;
+    s.read.record();
   }
   b.state = State::kSummed;
 }
@@ -300,7 +344,9 @@ void Reducer::reset_round() {
     b.state = State::kIdle;
     b.slot = -1;
     b.num_reported = 0;
+    b.num_absent = 0;
     clear(b.reported);
+    clear(b.absent);
   }
   launched_.clear();
   active_ = false;
@@ -314,12 +360,20 @@ void Reducer::end_round() {
         launch(bucket);
       }
     }
-    comm_.close_round(round_);
+    {
+      const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+      comm_.close_round(round_);
+    }
     progress();
     while (!launched_.empty()) {
       comm_.wait_reduce_ready(static_cast<std::uint32_t>(launched_.front()), round_);
       progress();
     }
+    {
+      const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+      summed_.record();
+    }
+    summed_.wait();
   }
   reset_round();
 }

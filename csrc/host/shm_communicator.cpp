@@ -133,14 +133,14 @@ ControlBlock& ShmCommunicator::control() {
   return *control_;
 }
 
-std::byte* ShmCommunicator::gather_memory() {
+std::byte* ShmCommunicator::gather_memory(std::size_t offset) {
   control();
-  return segment_->data() + layout_->gather;
+  return segment_->data() + layout_->gather + offset;
 }
 
-std::byte* ShmCommunicator::reduce_memory() {
+std::byte* ShmCommunicator::reduce_memory(std::size_t offset) {
   control();
-  return segment_->data() + layout_->reduce + static_cast<std::size_t>(rank()) * layout_->reduce_stride;
+  return segment_->data() + layout_->reduce + static_cast<std::size_t>(rank()) * layout_->reduce_stride + offset;
 }
 
 // ---- gather

@@ -39,8 +39,8 @@ class ShmCommunicator final : public runtime::Communicator {
   const char* name() const override { return "shared memory"; }
 
   void allocate(const runtime::MemoryLayout& layout) override;
-  std::byte* gather_memory() override;
-  std::byte* reduce_memory() override;
+  std::byte* gather_memory(std::size_t offset) override;
+  std::byte* reduce_memory(std::size_t offset) override;
   std::size_t gather_reserved_bytes() const { return memory_.gather_reserved_bytes; }
   std::size_t reduce_reserved_bytes() const { return memory_.reduce_reserved_bytes; }
   // The mapping, to keep alive for whoever looks at the memory.

@@ -5,6 +5,10 @@
 //   reduce  every rank has written its gradients of a bucket (all N segments) somewhere into its reduce memory;
 //           afterwards each rank can sum its own segment over all ranks.
 //
+// On a device with lanes, launch_gather and release are called in the gather lane, launch_reduce, close_round,
+// my_segment_everywhere and finish_reduce in the reduce lane, wait_gather in the compute lane; "written" and "readable"
+// then mean: for work that the calling thread submits to that lane afterwards.
+//
 // Both are split into launch and wait, so that publishing early hides stragglers. Ranks run the same program: gathers
 // are launched in the same order everywhere, and each carries a tag that all ranks compare. Reductions are matched by
 // (bucket, round). All waits have a deadline, notice a dead or failed peer, and end in PeerError that names it.
@@ -33,6 +37,12 @@ struct Segments {
   std::size_t shard_bytes = 0;
 };
 
+// Part of gather or reduce memory.
+struct Region {
+  std::size_t offset = 0;
+  std::size_t bytes = 0;
+};
+
 // Sizes agreed before any collective, the same on all ranks.
 struct MemoryLayout {
   std::size_t gather_bytes = 0;              // planned: backed by memory at once
@@ -42,6 +52,10 @@ struct MemoryLayout {
   std::uint32_t places = 0;                  // gather places are numbered 0 .. places-1
   std::vector<std::uint32_t> bucket_params;  // parameters in each bucket that is reduced (0: never reduced)
   std::vector<std::string> unit_names;       // for messages
+  // What lies between the planned bytes and the reserved ones. Memory that cannot be reserved without being taken (that
+  // of an accelerator) is taken for a region when it is first asked for.
+  std::vector<Region> gather_overflow = {};
+  std::vector<Region> reduce_overflow = {};
 };
 
 inline constexpr std::size_t kNoGradient = ~std::size_t{0};
@@ -66,8 +80,9 @@ class Communicator {
 
   // Collective; called once, before anything below.
   virtual void allocate(const MemoryLayout& layout) = 0;
-  virtual std::byte* gather_memory() = 0;  // valid after allocate()
-  virtual std::byte* reduce_memory() = 0;  // this rank's
+  // The place or slot that contains `offset`, from there on. Valid after allocate(), and for good.
+  virtual std::byte* gather_memory(std::size_t offset) = 0;
+  virtual std::byte* reduce_memory(std::size_t offset) = 0;  // this rank's
 
   // ---- gather -------------------------------------------------------------------------------------------------------
   // Whether every rank has released what the place held before, so that its segments may be written.

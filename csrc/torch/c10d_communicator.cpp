@@ -9,19 +9,39 @@
 #include "base/error.h"
 
 namespace tt {
-namespace {
 
-at::Tensor bytes_at(std::byte* where, std::size_t bytes) {
-  return at::from_blob(where, {static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
+void C10dCommunicator::Memory::allocate(std::size_t planned, std::size_t reserved,
+                                        std::vector<runtime::Region> overflow, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  if (device
+          .is_cpu()) {  // pages are backed when they are first written: what is reserved beyond the plan costs nothing
+    planned_ = at::empty({static_cast<std::int64_t>(reserved)}, options);
+    return;
+  }
+  planned_ = at::empty({static_cast<std::int64_t>(planned)}, options);
+  taken_.resize(overflow.size());
+  overflow_ = std::move(overflow);
 }
 
-}  // namespace
+std::byte* C10dCommunicator::Memory::at(std::size_t offset) {
+  for (std::size_t i = 0; i < overflow_.size(); ++i) {
+    const auto& region = overflow_[i];
+    if (offset >= region.offset && offset < region.offset + region.bytes) {
+      if (!taken_[i].defined()) {
+        taken_[i] = at::empty({static_cast<std::int64_t>(region.bytes)}, planned_.options());
+      }
+      return static_cast<std::byte*>(taken_[i].mutable_data_ptr()) + (offset - region.offset);
+    }
+  }
+  return static_cast<std::byte*>(planned_.mutable_data_ptr()) + offset;
+}
 
-C10dCommunicator::C10dCommunicator(Group gathers, Group reductions)
+C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, c10::Device device)
     : gathers_(std::move(gathers)),
       reductions_(std::move(reductions)),
       rank_(gathers_->getRank()),
-      size_(gathers_->getSize()) {
+      size_(gathers_->getSize()),
+      device_(device) {
   if (reductions_->getSize() != size_ || reductions_->getRank() != rank_) {
     throw ValueError("the two process groups must have the same ranks in the same order");
   }
@@ -29,15 +49,16 @@ C10dCommunicator::C10dCommunicator(Group gathers, Group reductions)
 
 void C10dCommunicator::allocate(const runtime::MemoryLayout& layout) {
   layout_ = layout;
-  const auto options = at::TensorOptions().dtype(at::kByte);
-  // Pages are backed when they are first written, so what is reserved beyond the plan costs nothing.
-  gather_memory_ = at::empty({static_cast<std::int64_t>(layout.gather_reserved_bytes)}, options);
-  reduce_memory_ = at::empty({static_cast<std::int64_t>(layout.reduce_reserved_bytes)}, options);
+  gather_memory_.allocate(layout.gather_bytes, layout.gather_reserved_bytes, layout.gather_overflow, device_);
+  reduce_memory_.allocate(layout.reduce_bytes, layout.reduce_reserved_bytes, layout.reduce_overflow, device_);
   reduction_of_.resize(layout.bucket_params.size());
 }
 
-std::byte* C10dCommunicator::gather_memory() { return static_cast<std::byte*>(gather_memory_.mutable_data_ptr()); }
-std::byte* C10dCommunicator::reduce_memory() { return static_cast<std::byte*>(reduce_memory_.mutable_data_ptr()); }
+at::Tensor C10dCommunicator::bytes_at(std::byte* where, std::size_t bytes) const {
+  return at::from_blob(
+      where, {static_cast<std::int64_t>(bytes)}, [](void*) {}, at::TensorOptions().dtype(at::kByte).device(device_),
+      device_);
+}
 
 std::string C10dCommunicator::describe(const runtime::Tag& tag) const {
   return str("gather ", tag.sequence, " of unit '",
@@ -58,6 +79,18 @@ void C10dCommunicator::wait(Work& work, const std::string& what) {
       }
     }
   }
+  finish(work, what);
+}
+
+void C10dCommunicator::wait_data(Work& work, const std::string& what) {
+  if (on_host()) {
+    wait(work, what);
+  } else {
+    finish(work, what);
+  }
+}
+
+void C10dCommunicator::finish(Work& work, const std::string& what) {
   try {
     work->wait();
   } catch (const std::exception& error) {
@@ -81,9 +114,9 @@ void C10dCommunicator::launch_gather(std::uint32_t place, const runtime::Tag& ta
   values[0] = tag.unit;
   values[1] = static_cast<std::int64_t>(tag.sequence);
   gather.tags = at::empty({2 * size_}, at::TensorOptions().dtype(at::kLong));
-  gather.works.push_back(gathers_->all_gather_single(gather.tags, mine));
+  gather.tags_work = gathers_->all_gather_single(gather.tags, mine);
   for (const auto& bucket : buckets) {
-    std::byte* base = gather_memory() + bucket.offset;
+    std::byte* base = gather_memory_.at(bucket.offset);
     auto all = bytes_at(base, bucket.shard_bytes * static_cast<std::size_t>(size_));
     auto part = bytes_at(base + static_cast<std::size_t>(rank_) * bucket.shard_bytes, bucket.shard_bytes);
     gather.works.push_back(gathers_->all_gather_single(all, part));
@@ -95,7 +128,7 @@ void C10dCommunicator::wait_gather(std::uint32_t place, const runtime::Tag& tag)
   const auto found = pending_gathers_.find(place);
   TT_CHECK(found != pending_gathers_.end(), "no gather at place ", place);
   auto& gather = found->second;
-  wait(gather.works.front(), describe(tag));  // tags first: sizes may differ if ranks have come apart
+  wait(gather.tags_work, describe(tag));  // tags first: sizes may differ if ranks have come apart
   const auto* tags = gather.tags.const_data_ptr<std::int64_t>();
   for (int r = 0; r < size_; ++r) {
     const runtime::Tag theirs{static_cast<std::uint32_t>(tags[2 * r]), static_cast<std::uint64_t>(tags[2 * r + 1])};
@@ -105,7 +138,7 @@ void C10dCommunicator::wait_gather(std::uint32_t place, const runtime::Tag& tag)
     }
   }
   for (auto& work : gather.works) {
-    wait(work, describe(tag));
+    wait_data(work, describe(tag));
   }
   pending_gathers_.erase(found);
 }
@@ -115,8 +148,9 @@ void C10dCommunicator::release(std::uint32_t place) {
   if (found == pending_gathers_.end()) {
     return;
   }
-  for (auto& work : found->second.works) {  // gathered ahead of a use that did not come
-    wait(work, "an unused gather");
+  wait(found->second.tags_work, "an unused gather");  // gathered ahead of a use that did not come
+  for (auto& work : found->second.works) {
+    wait_data(work, "an unused gather");
   }
   pending_gathers_.erase(found);
 }
@@ -124,7 +158,7 @@ void C10dCommunicator::release(std::uint32_t place) {
 at::Tensor C10dCommunicator::take_buffer(std::int64_t bytes) {
   const auto found = free_buffers_.find(bytes);
   if (found == free_buffers_.end()) {
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   }
   auto buffer = std::move(found->second);
   free_buffers_.erase(found);
@@ -146,7 +180,7 @@ void C10dCommunicator::start(const runtime::Contribution& c) {
     mine = take_buffer(static_cast<std::int64_t>(bytes));
     mine.zero_();
   } else {
-    mine = bytes_at(reduce_memory() + c.offset, bytes);
+    mine = bytes_at(reduce_memory_.at(c.offset), bytes);
   }
   r.received = take_buffer(static_cast<std::int64_t>(bytes));
   std::vector<std::int64_t> even;
@@ -160,7 +194,7 @@ void C10dCommunicator::start(const runtime::Contribution& c) {
   std::vector<at::Tensor> masks{r.reported};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  r.works.push_back(reductions_->allreduce(masks, options));
+  r.reported_work = reductions_->allreduce(masks, options);
   r.launched = true;
 }
 
@@ -210,14 +244,21 @@ void C10dCommunicator::abort_round(std::uint64_t round) {
 
 bool C10dCommunicator::reduce_is_ready(std::uint32_t bucket, std::uint64_t round) {
   const auto& r = reduction(bucket, round);
-  return r.launched && std::all_of(r.works.begin(), r.works.end(), [](const Work& w) { return w->isCompleted(); });
+  return r.launched && (!r.reported_work || r.reported_work->isCompleted()) &&
+         std::all_of(r.works.begin(), r.works.end(), [&](const Work& w) { return has_arrived(w); });
 }
 
 void C10dCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction(bucket, round);
   TT_CHECK(r.launched, "bucket ", bucket, " is waited for before its launch");
+  const std::string what = str("the reduction of bucket ", bucket, " in backward ", round);
+  if (r.reported_work) {
+    wait(r.reported_work, what);
+  }
   for (auto& work : r.works) {
-    wait(work, str("the reduction of bucket ", bucket, " in backward ", round));
+    if (on_host()) {
+      wait(work, what);
+    }
   }
 }
 
@@ -248,6 +289,9 @@ std::vector<std::uint64_t> C10dCommunicator::reported_anywhere(std::uint32_t buc
 
 std::vector<const std::byte*> C10dCommunicator::my_segment_everywhere(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction(bucket, round);
+  for (auto& work : r.works) {
+    wait_data(work, str("the reduction of bucket ", bucket, " in backward ", round));
+  }
   std::vector<const std::byte*> segments;
   for (int peer = 0; peer < size_; ++peer) {
     segments.push_back(static_cast<const std::byte*>(r.received.const_data_ptr()) +

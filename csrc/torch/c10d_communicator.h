@@ -1,7 +1,10 @@
-// Collectives through a torch process group: the fallback for ranks that do not share memory.
+// Collectives through a torch process group: for ranks that do not share memory, and for accelerators.
 //
 // Reductions travel as an all-to-all in the wire dtype; each rank adds what it received in the sum dtype itself.
 // Gathers and reductions use groups of their own, since ranks may interleave the two differently.
+//
+// What the hosts tell each other (tags, which parameters have gradients) are CPU tensors, also where the parameters are
+// on an accelerator: the groups then have a backend for each ("cpu:gloo,cuda:nccl"), and no host waits for its device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,15 +23,16 @@ namespace tt {
 class C10dCommunicator final : public runtime::Communicator {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  C10dCommunicator(Group gathers, Group reductions);
+  // `device`: where gathered parameters and gradients live.
+  C10dCommunicator(Group gathers, Group reductions, c10::Device device);
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   const char* name() const override { return "c10d"; }
 
   void allocate(const runtime::MemoryLayout& layout) override;
-  std::byte* gather_memory() override;
-  std::byte* reduce_memory() override;
+  std::byte* gather_memory(std::size_t offset) override { return gather_memory_.at(offset); }
+  std::byte* reduce_memory(std::size_t offset) override { return reduce_memory_.at(offset); }
 
   bool place_is_free(std::uint32_t place) override;
   void wait_place_free(std::uint32_t place) override;
@@ -56,7 +60,20 @@ class C10dCommunicator final : public runtime::Communicator {
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
 
+  // Planned bytes, and what lies beyond them as it is needed.
+  class Memory {
+   public:
+    void allocate(std::size_t planned, std::size_t reserved, std::vector<runtime::Region> overflow, c10::Device device);
+    std::byte* at(std::size_t offset);
+
+   private:
+    at::Tensor planned_;
+    std::vector<runtime::Region> overflow_;  // empty where reserved memory costs nothing
+    std::vector<at::Tensor> taken_;          // per region of overflow_, undefined until it is asked for
+  };
+
   struct Gather {
+    Work tags_work;
     std::vector<Work> works;
     at::Tensor tags;  // (2 * N,) int64: unit, sequence
   };
@@ -64,13 +81,21 @@ class C10dCommunicator final : public runtime::Communicator {
   struct Reduction {
     std::uint64_t round = 0;
     bool launched = false;  // or known to be empty
+    Work reported_work;
     std::vector<Work> works;
     at::Tensor received;  // (N * shard bytes,) uint8; undefined if no rank has a gradient
     at::Tensor reported;  // (parameters,) uint8
     std::size_t shard_bytes = 0;
   };
 
+  // For the hosts' own messages, and for data in host memory: blocks until it is there.
   void wait(Work& work, const std::string& what);
+  // For data: as above, or, on an accelerator, lets the current lane wait.
+  void wait_data(Work& work, const std::string& what);
+  void finish(Work& work, const std::string& what);
+  bool has_arrived(const Work& data) const { return !on_host() || data->isCompleted(); }
+  bool on_host() const { return device_.is_cpu(); }
+  at::Tensor bytes_at(std::byte* where, std::size_t bytes) const;
   void start(const runtime::Contribution& contribution);
   at::Tensor take_buffer(std::int64_t bytes);
   Reduction& reduction(std::uint32_t bucket, std::uint64_t round);
@@ -80,9 +105,10 @@ class C10dCommunicator final : public runtime::Communicator {
   Group reductions_;
   int rank_;
   int size_;
+  c10::Device device_;
   runtime::MemoryLayout layout_;
-  at::Tensor gather_memory_;
-  at::Tensor reduce_memory_;
+  Memory gather_memory_;
+  Memory reduce_memory_;
   std::map<std::uint32_t, Gather> pending_gathers_;  // by place
   std::vector<Reduction> reduction_of_;              // by bucket
   std::vector<runtime::Contribution> held_back_;     // from the first one without a gradient here until close_round

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -13,10 +14,11 @@ namespace tt {
 
 TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp::Schedule& schedule,
                          std::shared_ptr<runtime::Communicator> comm, std::shared_ptr<runtime::Device> device,
-                         EngineCallbacks callbacks)
+                         c10::Device where, EngineCallbacks callbacks)
     : plan_(std::move(plan)),
       comm_(std::move(comm)),
       device_(std::move(device)),
+      where_(where),
       callbacks_(std::move(callbacks)),
       gradients_(plan_->buckets().size()),
       params_(plan_->params().size()) {
@@ -28,11 +30,12 @@ TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp
     const auto& unit = plan_->units()[static_cast<std::size_t>(bucket.unit)].name;
     storages_.emplace_back(
         plan_->bucket_numel(static_cast<std::int32_t>(b)) * static_cast<std::int64_t>(size_of(bucket.param_dtype)),
-        c10::kCPU,
+        where_,
         str("unit '", unit,
             "' is sharded: its parameters can be read only while its forward or backward runs. Call the module itself "
             "(not one of its methods or a submodule's weight), or move what needs the weight into its forward"));
-    masters_.push_back(at::zeros({bucket.shard_numel}, at::TensorOptions().dtype(to_torch(bucket.master_dtype))));
+    masters_.push_back(
+        at::zeros({bucket.shard_numel}, at::TensorOptions().dtype(to_torch(bucket.master_dtype)).device(where_)));
   }
   engine_ = std::make_unique<fsdp::Engine>(*plan_, schedule, *comm_, *device_, *this);
   comm_->set_progress([this] {
@@ -92,8 +95,9 @@ void TorchEngine::accumulate(std::int32_t param, const at::Tensor& gradient) {
     }
   } else {
     const at::NoGradGuard no_grad;
-    auto to =
-        at::from_blob(destination.where, gradient.sizes(), at::TensorOptions().dtype(to_torch(destination.dtype)));
+    auto to = at::from_blob(
+        destination.where, gradient.sizes(), [](void*) {},
+        at::TensorOptions().dtype(to_torch(destination.dtype)).device(where_), where_);
     if (destination.add) {
       to.add_(gradient);
     } else {
@@ -159,6 +163,21 @@ bool TorchEngine::has_gradient(std::int32_t param) {
   return true;
 }
 
+bool TorchEngine::will_report(std::int32_t param) {
+  const auto& sink = params_[static_cast<std::size_t>(param)].sink;
+  const auto* nodes = torch_compat::nodes_of_backward();
+  if (!sink || nodes == nullptr || nodes->contains(sink.get())) {
+    return true;
+  }
+  if (const int id = torch_compat::backward_id(); id != examined_backward_) {
+    examined_backward_ = id;
+    backward_is_whole_ = std::none_of(nodes->begin(), nodes->end(), [](const torch::autograd::Node* node) {
+      return torch_compat::is_reentrant_checkpoint(*node);
+    });
+  }
+  return !backward_is_whole_;
+}
+
 void TorchEngine::gradient_written(std::int32_t param) {
   auto& p = params_[static_cast<std::size_t>(param)];
   if (!p.sharded.grad().is_same(p.gradient_view)) {
@@ -168,7 +187,7 @@ void TorchEngine::gradient_written(std::int32_t param) {
 }
 
 std::byte* TorchEngine::allocate(std::size_t bytes) {
-  extra_.push_back(at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte)));
+  extra_.push_back(at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(where_)));
   return static_cast<std::byte*>(extra_.back().mutable_data_ptr());
 }
 

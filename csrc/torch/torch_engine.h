@@ -26,8 +26,9 @@ struct EngineCallbacks {
 
 class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_this<TorchEngine> {
  public:
+  // `where`: the torch device of all tensors; `device` computes there.
   TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp::Schedule& schedule,
-              std::shared_ptr<runtime::Communicator> comm, std::shared_ptr<runtime::Device> device,
+              std::shared_ptr<runtime::Communicator> comm, std::shared_ptr<runtime::Device> device, c10::Device where,
               EngineCallbacks callbacks);
   ~TorchEngine() override;
   TorchEngine(const TorchEngine&) = delete;
@@ -58,6 +59,7 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   const std::byte* master_shard(std::int32_t bucket) override;
   std::byte* gradient_shard(std::int32_t bucket) override;
   bool has_gradient(std::int32_t param) override;
+  bool will_report(std::int32_t param) override;
   void gradient_written(std::int32_t param) override;
   std::byte* allocate(std::size_t bytes) override;
   void backward_began() override;
@@ -75,12 +77,15 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   std::shared_ptr<const fsdp::ShardPlan> plan_;
   std::shared_ptr<runtime::Communicator> comm_;
   std::shared_ptr<runtime::Device> device_;
+  c10::Device where_;
   EngineCallbacks callbacks_;
   std::vector<BucketStorage> storages_;
   std::vector<at::Tensor> masters_;    // per bucket, (S,)
   std::vector<at::Tensor> gradients_;  // per bucket, (S,), made at first use
   std::vector<at::Tensor> extra_;
   std::vector<Param> params_;
+  int examined_backward_ = -1;
+  bool backward_is_whole_ = true;  // all of its nodes are known: no other pass runs inside
   std::unique_ptr<fsdp::Engine> engine_;
 };
 

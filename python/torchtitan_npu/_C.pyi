@@ -164,18 +164,9 @@ class ShardPlan:
 
 # ---- host.cpp: the host device, communicators ------------------------------------------------------------------------
 
-class Device: ...
+class Device:
+    """Casts and sums in a device's memory; pointers are addresses, counts are elements."""
 
-class HostDevice(Device):
-    """Casts and sums in host memory; pointers are addresses, counts are elements."""
-
-    def __init__(self, isa: str = ...) -> None:
-        """With the best kernels of this processor, or those of ``isa``; ValueError if it does not have them."""
-    @property
-    def isa(self) -> str: ...
-    @staticmethod
-    def available_isas() -> list[str]:
-        """From the plainest to the best."""
     def cast(self, dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> None:
         """``dst[i] = src[i]``, rounded to nearest even."""
     def add(self, dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> None:
@@ -196,6 +187,17 @@ class HostDevice(Device):
     def sum_squares(self, src: int, dtype: DType, numel: int) -> float:
         """Formed in float64."""
     def zero(self, dst: int, bytes: int) -> None: ...
+
+class HostDevice(Device):
+    """Host memory, with kernels of our own."""
+
+    def __init__(self, isa: str = ...) -> None:
+        """With the best kernels of this processor, or those of ``isa``; ValueError if it does not have them."""
+    @property
+    def isa(self) -> str: ...
+    @staticmethod
+    def available_isas() -> list[str]:
+        """From the plainest to the best."""
 
 NO_GRADIENT: int
 """The ``offset`` of a contribution without any gradient."""
@@ -281,7 +283,8 @@ def shm_identity() -> str:
 class C10dCommunicator(Communicator):
     """Collectives through two torch process groups of the same ranks: gathers and reductions."""
 
-    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None: ...
+    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup, device: torch.device) -> None:
+        """``device``: where parameters and gradients live."""
 
 # ---- engine.cpp ------------------------------------------------------------------------------------------------------
 
@@ -292,6 +295,7 @@ class Schedule:
         self,
         *,
         reshard_after_forward: Sequence[bool],
+        parents: Sequence[int] = ...,
         nesting: int = 1,
         prefetch: int = 1,
         reduce_dtype: DType | None = None,
@@ -337,11 +341,21 @@ class EngineCounters:
     def wait_seconds(self) -> float:
         """Time blocked on other ranks in gathers and reductions."""
 
+class TorchDevice(Device):
+    """Any device that torch knows, through torch's operators, streams and events."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
 class Engine:
     """The FSDP engine of one wrapped model. Building it is collective."""
 
     def __init__(
-        self, plan: ShardPlan, schedule: Schedule, communicator: Communicator, owner: ReferenceType[Any]
+        self,
+        plan: ShardPlan,
+        schedule: Schedule,
+        communicator: Communicator,
+        owner: ReferenceType[Any],
+        device: torch.device,
     ) -> None:
         """``owner``: weak reference to an object with ``_expose(unit, gathered)`` and ``_log(message)``."""
     def master(self, bucket: int) -> torch.Tensor:

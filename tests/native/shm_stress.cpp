@@ -102,7 +102,7 @@ class Rank {
     if (random_() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 300));
   }
 
-  float* gathered(std::uint32_t place) { return reinterpret_cast<float*>(comm_.gather_memory() + place_offset(place)); }
+  float* gathered(std::uint32_t place) { return reinterpret_cast<float*>(comm_.gather_memory(place_offset(place))); }
 
   void launch_gather(std::uint64_t sequence) {
     const std::uint32_t place = place_of(sequence);
@@ -134,7 +134,7 @@ class Rank {
       if (has_gradient(rank, bucket, round)) {
         contribution.offset = (round % 2 * kBuckets + bucket) * bucket_bytes;
         contribution.reported = {std::uint64_t{1} << rank};
-        auto* gradients = reinterpret_cast<float*>(comm_.reduce_memory() + contribution.offset);
+        auto* gradients = reinterpret_cast<float*>(comm_.reduce_memory(contribution.offset));
         for (std::size_t i = 0; i < ranks() * kShard; ++i)
           gradients[i] = value(round, rank) + static_cast<float>(i / kShard);
       }

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.plan import FLOATING
-from torchtitan_npu.fsdp.state import state_of
+from torchtitan_npu.fsdp.state import FSDPState, state_of
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -26,7 +26,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
     state = state_of(model)
     grads = [p.sharded.grad for p in state.params if p.sharded.grad is not None and p.sharded.numel() > 0]
-    # In float64: how parameters are cut into pieces must not show in the result.
+    # In float64 on the host: how parameters are cut into pieces must not show in the result.
+    if state.device.type != "cpu":
+        return _clip_on_accelerator(state, grads, max_norm, norm_type)
     if norm_type == 2.0:
         device = _C.HostDevice()
         parts = [device.sum_squares(g.data_ptr(), FLOATING[g.dtype], g.numel()) for g in grads]
@@ -45,4 +47,21 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if grads:
         torch._foreach_mul_(grads, scale)
+    return total
+
+
+def _clip_on_accelerator(
+    state: FSDPState, grads: list[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """In float32, which is what accelerators have; the host does not wait."""
+    total = torch.zeros((), device=state.device)
+    if grads:
+        norms = torch.stack([n.float() for n in torch._foreach_norm(grads, norm_type)])
+        total = torch.linalg.vector_norm(norms, norm_type)
+    infinite = math.isinf(norm_type)
+    total = total if infinite else total.pow(norm_type)
+    dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=state.ranks.group)
+    total = total if infinite else total.pow(1.0 / norm_type)
+    if grads:
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.mesh import RankGroup
@@ -16,12 +18,14 @@ logger = logging.getLogger(__name__)
 KINDS = ("auto", "shared_memory", "c10d")
 
 
-def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
-    """Collective over ``ranks``. ``kind``: ``"auto"``, or one of the two to insist on it (ValueError where it is
-    impossible).
+def make_communicator(ranks: RankGroup, kind: str, device: torch.device) -> _C.Communicator:
+    """Collective over ``ranks``, for parameters on ``device``. ``kind``: ``"auto"``, or one of the two to insist on it
+    (ValueError where it is impossible).
     """
     if kind not in KINDS:
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
+    if device.type != "cpu":
+        return _on_accelerator(ranks, kind, device)
     timeouts = read_timeouts()
     wait_seconds = timeouts.exec_seconds or 10 * 365 * 86400  # 0 means: wait for ever
     if ranks.group is None:
@@ -47,8 +51,32 @@ def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")
+    return _C.C10dCommunicator(_new_group(ranks), _new_group(ranks), device)
+
+
+def _on_accelerator(ranks: RankGroup, kind: str, device: torch.device) -> _C.Communicator:
+    if kind == "shared_memory":
+        raise ValueError(f"communicator='shared_memory' is for host memory, and the model is on {device}; use 'auto'")
+    if ranks.group is None:
+        raise ValueError(
+            f"the model is on {device}: call torch.distributed.init_process_group() before FSDP(...), also for one "
+            "process"
+        )
+    backends = BackendConfig(dist.Backend(dist.get_backend_config(ranks.group))).get_device_backend_map()
+    of_device = backends.get(device.type)
+    if of_device is None:
+        have = ", ".join(f"{kind}:{name}" for kind, name in backends.items())
+        raise ValueError(
+            f"the model is on {device}, but the process group has no backend for it (it has {have}): call "
+            f'torch.distributed.init_process_group(backend="cpu:gloo,{device.type}:...")'
+        )
+    # The hosts' own messages go through the CPU's backend, so that no host waits for its device.
+    backend = f"cpu:gloo,{device.type}:{of_device}"
+    return _C.C10dCommunicator(_new_group(ranks, backend), _new_group(ranks, backend), device)
+
+
+def _new_group(ranks: RankGroup, backend: str | None = None) -> dist.ProcessGroup:
     # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
     # wrapped a small model alone), they would wait under different names. The whole world needs none.
     local = ranks.size < dist.get_world_size()
-    groups = [dist.new_group(list(ranks.ranks), use_local_synchronization=local) for _ in range(2)]
-    return _C.C10dCommunicator(*groups)
+    return dist.new_group(list(ranks.ranks), backend=backend, use_local_synchronization=local)

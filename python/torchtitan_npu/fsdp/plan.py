@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from torchtitan_npu import _C
-from torchtitan_npu.fsdp.grouping import Unit, WrapPolicy, assign_parameters, find_units, merge_small, nesting_depth
+from torchtitan_npu.fsdp.grouping import (
+    Unit,
+    WrapPolicy,
+    assign_parameters,
+    find_units,
+    merge_small,
+    nesting_depth,
+    parents,
+)
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
 
 _MIB = 1024**2
@@ -143,6 +151,7 @@ def plan_model(
     reshards = [_reshards(unit, i == 0, reshard_after_forward) for i, unit in enumerate(units)]
     schedule = _C.Schedule(
         reshard_after_forward=reshards,
+        parents=parents(units),
         nesting=nesting_depth(units, reshards),
         prefetch=PREFETCH,
         reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],
@@ -192,8 +201,6 @@ def _describe(parameter: nn.Parameter, names: tuple[str, ...], policy: MixedPrec
         raise ValueError(f"not supported yet: parameter '{names[0]}' is a DTensor")
     if data.layout != torch.strided or data.is_complex():
         raise ValueError(f"not supported: parameter '{names[0]}' has layout {data.layout} and dtype {data.dtype}")
-    if data.device.type not in ("cpu", "meta"):
-        raise ValueError(f"not supported yet: parameter '{names[0]}' is on {data.device}; FSDP runs on the CPU")
     if data.dtype not in FLOATING and data.is_floating_point():
         raise ValueError(f"not supported: parameter '{names[0]}' has dtype {data.dtype}")
     param_dtype = policy.param_dtype if policy.param_dtype is not None and data.dtype in FLOATING else data.dtype

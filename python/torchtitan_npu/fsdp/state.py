@@ -57,22 +57,26 @@ class FSDPState:
         ranks: RankGroup,
         policy: MixedPrecisionPolicy,
         *,
-        communicator: str = "auto",
+        communicator: str,
+        device: torch.device,
         param_init_fn: ParamInitFn | None = None,
         init_seed: int | None = None,
     ) -> None:
         self.plan = plan
         self.ranks = ranks
         self.policy = policy
+        self.device = device
         self.params: list[ShardedParam] = []
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._slots: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in plan.module_units]
         self._model = weakref.ref(model)
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
-        self.engine = _C.Engine(plan.native, plan.schedule, make_communicator(ranks, communicator), weakref.ref(self))
+        self.engine = _C.Engine(
+            plan.native, plan.schedule, make_communicator(ranks, communicator, device), weakref.ref(self), device
+        )
         self._shard(model, param_init_fn, init_seed)
-        self._cast_buffers(model)
+        self._place_buffers(model)
         self._hook_units()
         if ranks.index == 0:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
@@ -165,13 +169,15 @@ class FSDPState:
         self.engine.bind(index, gathered, sharded)
         return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered)
 
-    def _cast_buffers(self, model: nn.Module) -> None:
+    def _place_buffers(self, model: nn.Module) -> None:
         dtype = self.policy.buffer_dtype
-        if dtype is None:
-            return
         for module in model.modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                if buffer is None:
+                    continue
+                if buffer.device.type != self.device.type:
+                    module._buffers[key] = buffer = buffer.to(self.device)
+                if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                     self.original_buffer_dtypes[module, key] = buffer.dtype
                     module._buffers[key] = buffer.to(dtype)
 

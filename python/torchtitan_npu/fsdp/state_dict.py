@@ -103,9 +103,7 @@ def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
 def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piece:
     """``local`` (in the layout of ``param.sharded``) as this rank's piece of the whole tensor."""
     ranks = state.ranks
-    return Piece(
-        local, fqn=param.name, shape=param.shape, start=_start(param), rank=ranks.index, world_size=ranks.size
-    )
+    return Piece(local, fqn=param.name, shape=param.shape, start=_start(param), rank=ranks.index, world_size=ranks.size)
 
 
 def _start(param: ShardedParam) -> int:
@@ -210,7 +208,7 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
         if flat.numel():
             dist.send(flat, dst=state.ranks.ranks[0], group=state.ranks.group)
         return None
-    whole = torch.empty(param.shape, dtype=piece.dtype)
+    whole = torch.empty(param.shape, dtype=piece.dtype, device=piece.device)
     out = whole.view(-1)
     for rank in range(state.ranks.size):
         part = state.plan.native.piece(index, rank)
@@ -221,7 +219,7 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
             out[start : start + numel].copy_(flat)
         else:
             dist.recv(out[start : start + numel], src=state.ranks.ranks[rank], group=state.ranks.group)
-    return whole
+    return whole.cpu()
 
 
 def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -42,9 +42,8 @@ class FSDP(metaclass=_WrapOnCall):
     ``backward()`` their ``.grad`` is the average over ranks. Names and state-dict keys are the model's own.
 
     Arguments of the call:
-        module: the root module, on the CPU or on the meta device. Meta tensors are planned and sharded first and then
-            initialised unit by unit, so no rank ever holds the whole model; the values are the same for any number of
-            ranks.
+        module: the root module. Tensors on the meta device are planned and sharded first and then initialised unit by
+            unit on the CPU, so no rank ever holds the whole model; the values are the same for any number of ranks.
         mixed_precision: ``MixedPrecisionPolicy`` or None.
         device_mesh: the ranks that share the model: None (all), an int, a list or 1-D tensor of global ranks, a 1-D
         ``DeviceMesh``.
@@ -58,6 +57,7 @@ class FSDP(metaclass=_WrapOnCall):
         param_init_fn: initialises the parameters and buffers that one module holds directly, for meta models; default:
             the module's ``reset_parameters()``.
         init_seed: seed of that initialisation; default: rank 0's ``torch.initial_seed()``.
+        device: where the model trains. Default: where its parameters are (the CPU if they are on the meta device).
         communicator: ``"auto"`` (shared memory where all ranks are on one machine, else c10d), ``"shared_memory"`` or
         ``"c10d"``.
         activation_checkpointing: only False yet.
@@ -125,6 +125,28 @@ class FSDP(metaclass=_WrapOnCall):
         raise RuntimeError("an FSDP model cannot be pickled: save model.state_dict() or use save_full(model, path)")
 
 
+def _device_of(module: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    """The one device that the wrapped model lives on, with its index."""
+    if wanted is None:
+        found = {p.device for p in module.parameters() if not p.is_meta} or {torch.device("cpu")}
+        if len(found) > 1:
+            raise ValueError(
+                f"parameters are on several devices ({', '.join(sorted(map(str, found)))}): move the model to one, or "
+                "say which with device="
+            )
+        device = found.pop()
+    else:
+        device = torch.device(wanted)
+    if device.type == "meta":
+        raise ValueError("device='meta': a model cannot train there; name the device that it shall train on")
+    if device.type != "cpu" and device.index is None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != device.type:
+            raise ValueError(f"device='{device}': torch finds no such accelerator here")
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
 def _module(model: Any) -> nn.Module:
     assert isinstance(model, nn.Module)
     return model
@@ -140,6 +162,7 @@ def _wrap(
     auto_wrap_policy: WrapPolicy | None = None,
     param_init_fn: ParamInitFn | None = None,
     init_seed: int | None = None,
+    device: torch.device | str | None = None,
     communicator: str = "auto",
     activation_checkpointing: bool = False,
 ) -> nn.Module:
@@ -171,6 +194,7 @@ def _wrap(
         ranks,
         policy,
         communicator=communicator,
+        device=_device_of(module, device),
         param_init_fn=param_init_fn,
         init_seed=init_seed,
     )
