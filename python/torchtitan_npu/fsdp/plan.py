@@ -20,8 +20,8 @@ FLOATING = {
     torch.float64: _C.DType.float64,
 }
 
-PREFETCH = 1
-"""Units gathered ahead of use, in forward and in backward."""
+DEFAULT_PREFETCH = 1
+"""Hides a gather behind the unit before; each unit more costs the memory of the largest one."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class FSDPPlan:
     params: tuple[ParamInfo, ...]
     world_size: int
     bucket_cap_mb: float | None
+    prefetch: int
+    """Units gathered ahead of use, in forward and in backward."""
     num_parameters: int
     """Elements of all parameters, tied ones once."""
     num_buckets: int
@@ -88,7 +90,7 @@ class FSDPPlan:
         cap = "none" if self.bucket_cap_mb is None else f"{self.bucket_cap_mb:g} MiB"
         return (
             f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets "
-            f"(cap {cap}), "
+            f"(cap {cap}), prefetch {self.prefetch}, "
             f"{self.world_size} ranks, padding {100 * self.padding_fraction:.3f} %; per rank "
             f"{_mib(self.parameter_bytes)} "
             f"parameters, {_mib(self.gradient_bytes)} gradients, at most {_mib(self.arena_bytes)} extra while training "
@@ -107,6 +109,7 @@ def plan_model(
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     bucket_cap_mb: float | None = None,
+    prefetch: int = DEFAULT_PREFETCH,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> FSDPPlan:
     """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks. Needs no device; meta tensors will
@@ -118,6 +121,8 @@ def plan_model(
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if bucket_cap_mb is not None and (isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0):
         raise ValueError(f"bucket_cap_mb must be positive or None (one bucket per unit), got {bucket_cap_mb!r}")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch must be a whole number of units, 0 (gather at use) or more, got {prefetch!r}")
     policy = mixed_precision or MixedPrecisionPolicy()
     cap_bytes = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * _MIB))
 
@@ -144,7 +149,7 @@ def plan_model(
     schedule = _C.Schedule(
         reshard_after_forward=reshards,
         nesting=nesting_depth(units, reshards),
-        prefetch=PREFETCH,
+        prefetch=prefetch,
         reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],
     )
     arena = _C.Arena(native, schedule)
@@ -163,6 +168,7 @@ def plan_model(
         params=tuple(params),
         world_size=world_size,
         bucket_cap_mb=bucket_cap_mb,
+        prefetch=prefetch,
         num_parameters=sum(info.numel for info in params),
         num_buckets=len(buckets),
         padding_fraction=native.padding_fraction(),
