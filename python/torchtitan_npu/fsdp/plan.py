@@ -52,6 +52,8 @@ class UnitInfo:
     numel: int
     buckets: int
     gathered_bytes: int
+    reshards: bool
+    """Whether it is freed between its forward and its backward."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def plan_model(
     )
     arena = _C.Arena(native, schedule)
     buckets = native.buckets
-    shard_bytes = [b.shard_numel * _itemsize(b.master_dtype) for b in buckets]
+    shard_bytes = [b.shard_numel * itemsize(b.master_dtype) for b in buckets]
     return FSDPPlan(
         units=tuple(
             UnitInfo(
@@ -162,6 +164,7 @@ def plan_model(
                 sum(infos[name].numel for name in unit.parameters),
                 sum(1 for b in buckets if b.unit == i),
                 gathered_bytes(unit),
+                reshards[i],
             )
             for i, unit in enumerate(units)
         ),
@@ -228,5 +231,6 @@ def _spec(info: ParamInfo) -> _C.ParamSpec:
     )
 
 
-def _itemsize(dtype: _C.DType) -> int:
+def itemsize(dtype: _C.DType) -> int:
+    """Bytes of one element."""
     return {_C.DType.float64: 8, _C.DType.float32: 4, _C.DType.bytes: 1}.get(dtype, 2)
