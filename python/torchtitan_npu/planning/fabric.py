@@ -10,6 +10,7 @@ which is what a ring takes, and any algorithm in which a rank receives each of t
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -115,16 +116,24 @@ def measure_fabric(sizes: Sequence[int], turns: int = 8, **fsdp_options: Any) ->
     Each size is a model of one parameter under ``FSDP``: its forward does nothing but gather, its backward nothing but
     copy a gradient that is there already into the reduce buffer and reduce. Sizes take turns. Collective.
     """
-    probes = [_Probe(size, fsdp_options) for size in sizes]
+    gathers, reductions = _take_turns(sizes, turns, fsdp_options)
+    gc.collect()  # the probes' arenas are unmapped here, not at some later time
+    world_size = dist.get_world_size()
+    return Fabric(fit_line(*gathers, world_size), fit_line(*reductions, world_size))
+
+
+_Points = tuple[list[int], list[float]]  # bytes, seconds
+
+
+def _take_turns(sizes: Sequence[int], turns: int, options: dict[str, Any]) -> tuple[_Points, _Points]:
+    probes = [_Probe(size, options) for size in sizes]
     for _ in range(turns):
         for probe in probes:
             probe.take_turn()
-    gathers = [statistics.median(probe.gathers) for probe in probes]
-    reductions = [statistics.median(probe.reductions) for probe in probes]
-    world_size = dist.get_world_size()
-    sent = [probe.gather_bytes for probe in probes]
-    wired = [probe.reduce_bytes for probe in probes]
-    return Fabric(fit_line(sent, gathers, world_size), fit_line(wired, reductions, world_size))
+    return (
+        ([probe.gather_bytes for probe in probes], [statistics.median(probe.gathers) for probe in probes]),
+        ([probe.reduce_bytes for probe in probes], [statistics.median(probe.reductions) for probe in probes]),
+    )
 
 
 class _HandOver(torch.autograd.Function):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIB = 1024**2
+AS_GOOD_SHARE = 0.25
+"""Of the rounds, in which a cap as good as the fastest is no slower than it."""
 
 
 def cap_name(cap_mb: float | None) -> str:
@@ -57,11 +59,10 @@ def recommend(candidates: Sequence[Candidate]) -> Recommendation:
     """The least memory among those that noise does not tell from the fastest.
 
     The fastest has the lowest median step. Another is as good when, in at least a quarter of the rounds, it was no
-    slower than the fastest was in the same round: the first quartile of its per-round ratios is at most 1. Equal
-    memory: the lower median.
+    slower than the fastest was in the same round. Equal memory: the lower median.
     """
     fastest = min(candidates, key=lambda c: c.measured.step_seconds)
-    as_good = [c for c in candidates if quartiles(c.measured.ratios_to(fastest.measured))[0] <= 1]
+    as_good = [c for c in candidates if _as_good(c.measured.ratios_to(fastest.measured))]
     chosen = min(as_good, key=lambda c: (c.planned_bytes, c.measured.step_seconds))
     step_ms = 1e3 * chosen.measured.step_seconds
     if len(candidates) == 1:
@@ -76,6 +77,10 @@ def recommend(candidates: Sequence[Candidate]) -> Recommendation:
         f"{step_ms:.1f} ms a step, which noise does not tell from the fastest ({fastest.name}: "
         f"{1e3 * fastest.measured.step_seconds:.1f} ms), {memory}",
     )
+
+
+def _as_good(ratios: Sequence[float]) -> bool:
+    return sum(ratio <= 1 for ratio in ratios) >= AS_GOOD_SHARE * len(ratios)
 
 
 @dataclass(frozen=True)
