@@ -68,6 +68,8 @@ class Communicator {
   virtual void allocate(const MemoryLayout& layout) = 0;
   virtual std::byte* gather_memory() = 0;  // valid after allocate()
   virtual std::byte* reduce_memory() = 0;  // this rank's
+  // What this rank holds for messages beyond the layout; it grows to what the steps need and stays.
+  virtual std::size_t buffer_bytes() const { return 0; }
 
   // ---- gather -------------------------------------------------------------------------------------------------------
   // Whether every rank has released what the place held before, so that its segments may be written.

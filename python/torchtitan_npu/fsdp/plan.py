@@ -78,6 +78,9 @@ class FSDPPlan:
     """Memory for gathered parameters. Ranks of one machine share it."""
     reduce_bytes: int
     """Memory for gradients on their way, per rank."""
+    accumulation_bytes: int
+    """What ``no_sync`` adds from its first use on: a whole copy of the gradients per rank, 4 bytes an element or more.
+    """
     native: _C.ShardPlan
     schedule: _C.Schedule
     module_units: tuple[Unit, ...]
@@ -179,6 +182,11 @@ def plan_model(
         gradient_bytes=sum(size for size, b in zip(shard_bytes, buckets, strict=True) if b.requires_grad),
         gather_bytes=arena.gather_bytes,
         reduce_bytes=arena.reduce_bytes,
+        accumulation_bytes=sum(
+            native.bucket_numel(i) * max(4, itemsize(arena.wire_dtype(i)))
+            for i, b in enumerate(buckets)
+            if b.requires_grad and b.param_dtype != _C.DType.bytes
+        ),
         native=native,
         schedule=schedule,
         module_units=tuple(units),
