@@ -148,6 +148,9 @@ void bind_engine(py::module_& m) {
           py::arg("unit"))
       .def_property_readonly("in_backward", [](tt::TorchEngine& self) { return self.engine().in_backward(); })
       .def_property_readonly("counters", [](tt::TorchEngine& self) { return self.engine().counters(); })
+      .def_property_readonly("accumulation_bytes", &tt::TorchEngine::accumulation_bytes)
+      .def_property_readonly("buffer_bytes",
+                             [](const tt::TorchEngine& self) { return self.communicator().buffer_bytes(); })
       .def_property_readonly("communicator_name",
                              [](const tt::TorchEngine& self) { return self.communicator().name(); });
 }

@@ -83,6 +83,8 @@ class Communicator {
   // The place or slot that contains `offset`, from there on. Valid after allocate(), and for good.
   virtual std::byte* gather_memory(std::size_t offset) = 0;
   virtual std::byte* reduce_memory(std::size_t offset) = 0;  // this rank's
+  // What this rank holds for messages beyond the layout; it grows to what the steps need and stays.
+  virtual std::size_t buffer_bytes() const { return 0; }
 
   // ---- gather -------------------------------------------------------------------------------------------------------
   // Whether every rank has released what the place held before, so that its segments may be written.

@@ -158,6 +158,7 @@ void C10dCommunicator::release(std::uint32_t place) {
 at::Tensor C10dCommunicator::take_buffer(std::int64_t bytes) {
   const auto found = free_buffers_.find(bytes);
   if (found == free_buffers_.end()) {
+    buffer_bytes_ += static_cast<std::size_t>(bytes);
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   }
   auto buffer = std::move(found->second);
@@ -177,8 +178,7 @@ void C10dCommunicator::start(const runtime::Contribution& c) {
   const std::size_t bytes = r.shard_bytes * static_cast<std::size_t>(size_);
   at::Tensor mine;
   if (c.offset == runtime::kNoGradient) {
-    mine = take_buffer(static_cast<std::int64_t>(bytes));
-    mine.zero_();
+    mine = at::zeros({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
   } else {
     mine = bytes_at(reduce_memory_.at(c.offset), bytes);
   }

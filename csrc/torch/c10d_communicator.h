@@ -33,6 +33,7 @@ class C10dCommunicator final : public runtime::Communicator {
   void allocate(const runtime::MemoryLayout& layout) override;
   std::byte* gather_memory(std::size_t offset) override { return gather_memory_.at(offset); }
   std::byte* reduce_memory(std::size_t offset) override { return reduce_memory_.at(offset); }
+  std::size_t buffer_bytes() const override { return buffer_bytes_; }
 
   bool place_is_free(std::uint32_t place) override;
   void wait_place_free(std::uint32_t place) override;
@@ -113,6 +114,7 @@ class C10dCommunicator final : public runtime::Communicator {
   std::vector<Reduction> reduction_of_;              // by bucket
   std::vector<runtime::Contribution> held_back_;     // from the first one without a gradient here until close_round
   std::multimap<std::int64_t, at::Tensor> free_buffers_;
+  std::size_t buffer_bytes_ = 0;  // of all receive buffers, free or in use
   std::function<void()> progress_;
 };
 

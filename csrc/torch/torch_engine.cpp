@@ -186,6 +186,14 @@ void TorchEngine::gradient_written(std::int32_t param) {
   torch_compat::run_post_accumulate_hooks(p.sharded);
 }
 
+std::size_t TorchEngine::accumulation_bytes() const {
+  std::size_t bytes = 0;
+  for (const auto& tensor : extra_) {
+    bytes += tensor.nbytes();
+  }
+  return bytes;
+}
+
 std::byte* TorchEngine::allocate(std::size_t bytes) {
   extra_.push_back(at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(where_)));
   return static_cast<std::byte*>(extra_.back().mutable_data_ptr());

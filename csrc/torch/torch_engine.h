@@ -42,6 +42,8 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   void bind(std::int32_t param, const at::Tensor& gathered, const at::Tensor& sharded);
 
   fsdp::Engine& engine() { return *engine_; }
+  // Gradients that are accumulated without reduction (no_sync); kept from the first one on.
+  std::size_t accumulation_bytes() const;
   const fsdp::ShardPlan& plan() const { return *plan_; }
   const runtime::Communicator& communicator() const { return *comm_; }
 

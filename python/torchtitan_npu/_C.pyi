@@ -376,4 +376,10 @@ class Engine:
     @property
     def counters(self) -> EngineCounters: ...
     @property
+    def accumulation_bytes(self) -> int:
+        """Gradients kept without reduction (``no_sync``); 0 until the first one."""
+    @property
+    def buffer_bytes(self) -> int:
+        """What the communicator holds for messages beyond the arena: c10d's receive buffers; shared memory: 0."""
+    @property
     def communicator_name(self) -> str: ...

@@ -77,6 +77,8 @@ def test_bad_options() -> None:
         ({"bucket_cap_mb": -1.0}, "bucket_cap_mb must be positive or None"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecisionPolicy or None, got dtype"),
         ({"communicator": "nccl"}, "communicator must be one of auto, shared_memory, c10d, got 'nccl'"),
+        ({"prefetch": -1}, r"prefetch must be a whole number of units, 0 \(gather at use\) or more, got -1"),
+        ({"prefetch": True}, "prefetch must be .* got True"),
         ({"activation_checkpointing": True}, "not supported yet: activation_checkpointing"),
         ({"auto_wrap_policy": lambda m: isinstance(m, nn.ModuleList)}, "chose 'layers', a container without a forward"),
     ]:
@@ -100,6 +102,9 @@ def test_different_models_on_ranks() -> None:
         ValueError, match=rf"rank 0 and rank {last} wrap different models or use different FSDP options"
     ):
         FSDP(SmallModel(layers=2 if dist.get_rank() == last else 3))
+    for option, mine, others in (("prefetch", 2, 1), ("reshard_after_forward", False, True)):
+        with pytest.raises(ValueError, match=rf"rank 0 and rank {last} wrap .* \(.*{option}"):
+            FSDP(SmallModel(), **{option: mine if dist.get_rank() == last else others})
     Twin(SmallModel).train(1)
 
 

@@ -101,6 +101,11 @@ HINTS: tuple[Hint, ...] = (
         lambda strategy, reshard: strategy == "ddp" and reshard is not None,
         "parallel.strategy is {}, so parallel.reshard_after_forward {} has no effect",
     ),
+    Hint(
+        ("parallel.strategy", "parallel.prefetch"),
+        lambda strategy, prefetch: strategy == "ddp" and prefetch != 1,
+        "parallel.strategy is {}, so parallel.prefetch {} has no effect",
+    ),
     Hint(  # no error: a short trial of a long run's file is common
         ("training.warmup_steps", "training.max_steps"),
         lambda warmup, steps: warmup > steps,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .bounds import DegreeOrRest, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .bounds import DegreeOrRest, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitsAhead
 
 DEFAULT_FROM = "default_from"
 PRESET = "preset"
@@ -119,6 +119,8 @@ class ParallelConfig:
     """Free gathered parameters after each forward; null frees all but the root unit's."""
     bucket_cap_mb: PositiveFloat | None = 25.0
     """Largest collective in MiB of `dtype`; null is one bucket per unit. Speed and memory only, never numerics."""
+    prefetch: UnitsAhead = 1
+    """Units gathered ahead of use, in forward and in backward; each takes the memory of the largest one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ FLOATING = {
     torch.float64: _C.DType.float64,
 }
 
-PREFETCH = 1
-"""Units gathered ahead of use, in forward and in backward."""
+DEFAULT_PREFETCH = 1
+"""Hides a gather behind the unit before; each unit more costs the memory of the largest one."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class UnitInfo:
     numel: int
     buckets: int
     gathered_bytes: int
+    reshards: bool
+    """Whether it is freed between its forward and its backward."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class FSDPPlan:
     params: tuple[ParamInfo, ...]
     world_size: int
     bucket_cap_mb: float | None
+    prefetch: int
+    """Units gathered ahead of use, in forward and in backward."""
     num_parameters: int
     """Elements of all parameters, tied ones once."""
     num_buckets: int
@@ -82,6 +86,9 @@ class FSDPPlan:
     """Memory for gathered parameters. Ranks of one machine share it."""
     reduce_bytes: int
     """Memory for gradients on their way, per rank."""
+    accumulation_bytes: int
+    """What ``no_sync`` adds from its first use on: a whole copy of the gradients per rank, 4 bytes an element or more.
+    """
     native: _C.ShardPlan
     schedule: _C.Schedule
     module_units: tuple[Unit, ...]
@@ -96,7 +103,7 @@ class FSDPPlan:
         cap = "none" if self.bucket_cap_mb is None else f"{self.bucket_cap_mb:g} MiB"
         return (
             f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets "
-            f"(cap {cap}), "
+            f"(cap {cap}), prefetch {self.prefetch}, "
             f"{self.world_size} ranks, padding {100 * self.padding_fraction:.3f} %; per rank "
             f"{_mib(self.parameter_bytes)} "
             f"parameters, {_mib(self.gradient_bytes)} gradients, at most {_mib(self.arena_bytes)} extra while training "
@@ -115,6 +122,7 @@ def plan_model(
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     bucket_cap_mb: float | None = None,
+    prefetch: int = DEFAULT_PREFETCH,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> FSDPPlan:
     """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks. Needs no device; meta tensors will
@@ -126,6 +134,8 @@ def plan_model(
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if bucket_cap_mb is not None and (isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0):
         raise ValueError(f"bucket_cap_mb must be positive or None (one bucket per unit), got {bucket_cap_mb!r}")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch must be a whole number of units, 0 (gather at use) or more, got {prefetch!r}")
     policy = mixed_precision or MixedPrecisionPolicy()
     cap_bytes = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * _MIB))
 
@@ -153,12 +163,12 @@ def plan_model(
         reshard_after_forward=reshards,
         parents=parents(units),
         nesting=nesting_depth(units, reshards),
-        prefetch=PREFETCH,
+        prefetch=prefetch,
         reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],
     )
     arena = _C.Arena(native, schedule)
     buckets = native.buckets
-    shard_bytes = [b.shard_numel * _itemsize(b.master_dtype) for b in buckets]
+    shard_bytes = [b.shard_numel * itemsize(b.master_dtype) for b in buckets]
     return FSDPPlan(
         units=tuple(
             UnitInfo(
@@ -166,12 +176,14 @@ def plan_model(
                 sum(infos[name].numel for name in unit.parameters),
                 sum(1 for b in buckets if b.unit == i),
                 gathered_bytes(unit),
+                reshards[i],
             )
             for i, unit in enumerate(units)
         ),
         params=tuple(params),
         world_size=world_size,
         bucket_cap_mb=bucket_cap_mb,
+        prefetch=prefetch,
         num_parameters=sum(info.numel for info in params),
         num_buckets=len(buckets),
         padding_fraction=native.padding_fraction(),
@@ -179,6 +191,11 @@ def plan_model(
         gradient_bytes=sum(size for size, b in zip(shard_bytes, buckets, strict=True) if b.requires_grad),
         gather_bytes=arena.gather_bytes,
         reduce_bytes=arena.reduce_bytes,
+        accumulation_bytes=sum(
+            native.bucket_numel(i) * max(4, itemsize(arena.wire_dtype(i)))
+            for i, b in enumerate(buckets)
+            if b.requires_grad and b.param_dtype != _C.DType.bytes
+        ),
         native=native,
         schedule=schedule,
         module_units=tuple(units),
@@ -229,5 +246,6 @@ def _spec(info: ParamInfo) -> _C.ParamSpec:
     )
 
 
-def _itemsize(dtype: _C.DType) -> int:
+def itemsize(dtype: _C.DType) -> int:
+    """Bytes of one element."""
     return {_C.DType.float64: 8, _C.DType.float32: 4, _C.DType.bytes: 1}.get(dtype, 2)

@@ -98,15 +98,16 @@ class FSDPState:
     def _check_plans_agree(self) -> None:
         if self.ranks.group is None:
             return
-        mine = self.plan.native.hash()
-        hashes: list[int] = [0] * self.ranks.size
+        # Not in the hash, which is of shapes: what decides the order of gathers, and where they go.
+        mine = (self.plan.native.hash(), self.plan.prefetch, self.plan.gather_bytes, self.plan.reduce_bytes)
+        hashes = [mine] * self.ranks.size
         dist.all_gather_object(hashes, mine, group=self.ranks.group)
         other = next((i for i, value in enumerate(hashes) if value != hashes[0]), None)
         if other is not None:
             raise ValueError(
                 f"rank {self.ranks.ranks[0]} and rank {self.ranks.ranks[other]} wrap different models or use "
-                f"different FSDP options "
-                "(shapes, dtypes, requires_grad, bucket_cap_mb or units differ): build the model alike on all ranks"
+                "different FSDP options (shapes, dtypes, requires_grad, bucket_cap_mb, prefetch, reshard_after_forward "
+                "or units differ): build the model alike on all ranks"
             )
 
     def _shard(self, model: nn.Module, param_init_fn: ParamInitFn | None, init_seed: int | None) -> None:

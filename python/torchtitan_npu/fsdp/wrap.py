@@ -13,7 +13,7 @@ from torchtitan_npu.fsdp.clip import clip_grad_norm
 from torchtitan_npu.fsdp.grouping import WrapPolicy
 from torchtitan_npu.fsdp.initialize import ParamInitFn
 from torchtitan_npu.fsdp.mesh import resolve_mesh
-from torchtitan_npu.fsdp.plan import plan_model
+from torchtitan_npu.fsdp.plan import DEFAULT_PREFETCH, plan_model
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
 from torchtitan_npu.fsdp.state import FSDPState, state_of
 from torchtitan_npu.fsdp.state_dict import (
@@ -52,6 +52,8 @@ class FSDP(metaclass=_WrapOnCall):
         bucket_cap_mb: largest collective in MiB of ``param_dtype`` bytes; a parameter larger than it is a bucket by
             itself; neighbouring small units are merged up to it. None: one bucket per unit. Changes speed and memory,
             never numbers.
+        prefetch: units gathered ahead of their use, in forward and in backward: 0 gathers at use; each one more takes
+            the memory of the largest unit and hides slower communication. Changes speed and memory, never numbers.
         auto_wrap_policy: predicate over modules that chooses the units. Default: the children of each outermost
         ``nn.ModuleList``.
         param_init_fn: initialises the parameters and buffers that one module holds directly, for meta models; default:
@@ -159,6 +161,7 @@ def _wrap(
     device_mesh: Any = None,
     reshard_after_forward: bool | None = None,
     bucket_cap_mb: float | None = None,
+    prefetch: int = DEFAULT_PREFETCH,
     auto_wrap_policy: WrapPolicy | None = None,
     param_init_fn: ParamInitFn | None = None,
     init_seed: int | None = None,
@@ -186,6 +189,7 @@ def _wrap(
         mixed_precision=policy,
         reshard_after_forward=reshard_after_forward,
         bucket_cap_mb=bucket_cap_mb,
+        prefetch=prefetch,
         auto_wrap_policy=auto_wrap_policy,
     )
     state = FSDPState(

@@ -22,4 +22,5 @@ def fsdp_options(cfg: ParallelConfig) -> dict[str, Any]:
         "mixed_precision": policy,
         "reshard_after_forward": cfg.reshard_after_forward,
         "bucket_cap_mb": cfg.bucket_cap_mb,
+        "prefetch": cfg.prefetch,
     }
