@@ -31,6 +31,8 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
     const auto& params = plan.buckets()[b].params;
     buckets_[b].reported.assign((params.size() + 63) / 64, 0);
     buckets_[b].unreduced_reported = buckets_[b].reported;
+    buckets_[b].frozen = buckets_[b].reported;
+    buckets_[b].num_trainable = params.size();
     for (std::size_t i = 0; i < params.size(); ++i) {
       index_in_bucket_[static_cast<std::size_t>(params[i])] = i;
     }
@@ -160,10 +162,10 @@ bool Reducer::gradient_ready(std::int32_t param) {
   }
   if (!test(b.reported, i)) {
     set(b.reported, i);
-    ++b.num_reported;
+    b.num_reported += test(b.frozen, i) ? 0 : 1;
   }
-  const bool complete = static_cast<std::size_t>(b.num_reported) == spec(bucket).params.size();
-  if (reduce_ && complete && b.state == State::kFilling) {
+  const bool is_complete = complete(b);
+  if (reduce_ && is_complete && b.state == State::kFilling) {
     b.state = State::kComplete;
     if (comm_.needs_fixed_order()) {
       launch_in_order();
@@ -172,20 +174,33 @@ bool Reducer::gradient_ready(std::int32_t param) {
     }
     progress();
   }
-  return complete && unit_complete(spec(bucket).unit);
+  return is_complete && unit_complete(spec(bucket).unit);
 }
 
 bool Reducer::unit_complete(std::int32_t unit) const {
   const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(unit)];
-  return std::all_of(of_unit.begin(), of_unit.end(), [&](std::int32_t b) {
-    return !is_reduced(spec(b)) || static_cast<std::size_t>(state(b).num_reported) == spec(b).params.size();
-  });
+  return std::all_of(of_unit.begin(), of_unit.end(),
+                     [&](std::int32_t b) { return !is_reduced(spec(b)) || complete(state(b)); });
 }
 
 void Reducer::launch_in_order() {
-  while (next_launch_ < launch_order_.size() && state(launch_order_[next_launch_]).state == State::kComplete) {
+  // A bucket that was frozen as a whole gets no gradient: it holds nobody up.
+  const auto may_launch = [&](const BucketState& b) {
+    return b.state == State::kComplete || (b.state == State::kIdle && b.num_trainable == 0);
+  };
+  while (next_launch_ < launch_order_.size() && may_launch(state(launch_order_[next_launch_]))) {
     launch(launch_order_[next_launch_]);
     ++next_launch_;
+  }
+}
+
+void Reducer::set_trainable(std::int32_t param, bool trainable) {
+  TT_CHECK(!active_, "trainable parameters change in the middle of a backward pass");
+  auto& b = state(plan_.placement(param).bucket);
+  const std::size_t i = index_in_bucket(param);
+  if (test(b.frozen, i) == trainable) {
+    b.frozen[i / 64] ^= std::uint64_t{1} << (i % 64);
+    b.num_trainable = trainable ? b.num_trainable + 1 : b.num_trainable - 1;
   }
 }
 
@@ -214,7 +229,6 @@ void Reducer::fill_gaps(std::int32_t bucket) {
       } else {
         device_.cast(where, wire, held, dtype, numel);
         set(b.reported, i);
-        ++b.num_reported;
       }
     } else if (!test(b.reported, i)) {
       device_.zero(where, numel * size_of(wire));

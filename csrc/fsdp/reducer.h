@@ -32,6 +32,9 @@ class Reducer {
   GradientDestination destination(std::int32_t param);
   // Returns whether all trainable parameters of the unit have reported in this round.
   bool gradient_ready(std::int32_t param);
+  // A frozen parameter (false) of a reduced bucket is not waited for. The same on all ranks.
+  void set_trainable(std::int32_t param, bool trainable);
+  bool has_frozen(std::int32_t bucket) const { return state(bucket).num_trainable < spec(bucket).params.size(); }
   // Whether all trainable parameters of the unit have reported in this round.
   bool unit_complete(std::int32_t unit) const;
   // Publishes what is left (zeros for parameters that did not report), waits for all ranks, sums everything.
@@ -47,8 +50,10 @@ class Reducer {
   struct BucketState {
     State state = State::kIdle;
     std::int32_t slot = -1;
-    std::vector<std::uint64_t> reported;  // this round
-    std::int32_t num_reported = 0;
+    std::vector<std::uint64_t> reported;            // this round
+    std::size_t num_reported = 0;                   // trainable ones of them
+    std::vector<std::uint64_t> frozen;              // after planning
+    std::size_t num_trainable = 0;                  // the others
     std::byte* unreduced = nullptr;                 // gradients of rounds that were not reduced, sum dtype, or null
     std::vector<std::uint64_t> unreduced_reported;  // whose
   };
@@ -65,6 +70,7 @@ class Reducer {
   void fill_gaps(std::int32_t bucket);
   void launch(std::int32_t bucket);
   void launch_in_order();
+  bool complete(const BucketState& bucket) const { return bucket.num_reported == bucket.num_trainable; }
   void sum(std::int32_t bucket);
   void reset_round();
   std::byte* slot_memory(std::int32_t slot) const;

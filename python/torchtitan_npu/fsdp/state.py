@@ -162,6 +162,9 @@ class FSDPState:
             gathered = nn.Parameter(view, requires_grad=original.requires_grad)
         sharded.__dict__.update(original.__dict__)
         gathered.__dict__.update(original.__dict__)
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # they run on the piece's gradient from now on
+            if getattr(original, hooks):
+                setattr(sharded, hooks, getattr(original, hooks))
         self.engine.bind(index, gathered, sharded)
         return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered)
 
@@ -218,6 +221,8 @@ class FSDPState:
         engine = self.engine
         self.recover()
         recomputed = engine.in_backward  # the whole model, under activation checkpointing
+        if not (recomputed or engine.in_forward):
+            self._prepare(-1)
         cast = self._input_dtype()
         if cast is not None:
             args, kwargs = cast_floating(args, cast), cast_floating(kwargs, cast)
@@ -264,6 +269,25 @@ class FSDPState:
             else:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded
+
+    def _prepare(self, unit: int) -> None:
+        """Before a forward of ``unit`` (-1: of the model): takes over what was done to parameters since the last one.
+
+        Raises RuntimeError for what cannot be: never computes with other values than the user sees.
+        """
+        for slots in self._slots if unit < 0 else (self._slots[unit],):
+            for holder, key, index in slots:
+                if holder.get(key) is not self.params[index].sharded:
+                    self._refuse_slot(holder.get(key), self.params[index])
+        self.engine.refresh(unit)
+
+    def _refuse_slot(self, found: Any, param: ShardedParam) -> None:
+        raise RuntimeError(
+            f"parameter '{param.name}' was {'removed' if found is None else 'replaced by another object'} after "
+            "FSDP(...): the model would compute with the old values. Write into it instead (with torch.no_grad(): "
+            "parameter.copy_(my part), load_state_dict, or full_params(model, writeback=True)), and change the "
+            "module (parametrize, weight_norm, tying) before FSDP(...)"
+        )
 
     def _log(self, message: str) -> None:
         logger.warning("rank %d: %s", self.ranks.ranks[self.ranks.index], message)
