@@ -2,6 +2,8 @@
 
 from torchtitan_npu._C import PeerError
 from torchtitan_npu.fsdp.clip import clip_grad_norm as clip_grad_norm_
+from torchtitan_npu.fsdp.forward_method import register_forward_method
+from torchtitan_npu.fsdp.full_params import full_params, walk_full_params
 from torchtitan_npu.fsdp.grouping import fully_shard
 from torchtitan_npu.fsdp.initialize import materialize
 from torchtitan_npu.fsdp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
@@ -20,10 +22,13 @@ __all__ = [
     "StateDictType",
     "UnitInfo",
     "clip_grad_norm_",
+    "full_params",
     "fully_shard",
     "load_optimizer_state_dict",
     "materialize",
     "optimizer_state_dict",
     "plan_model",
+    "register_forward_method",
     "save_full",
+    "walk_full_params",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.communicator import make_communicator
+from torchtitan_npu.fsdp.grouping import owners
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
 from torchtitan_npu.fsdp.plan import FSDPPlan
@@ -23,6 +24,10 @@ from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
 from torchtitan_npu.fsdp.tensors import cast_floating, tensors_in
 
 logger = logging.getLogger(__name__)
+
+
+_owner: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[FSDPState], int]] = weakref.WeakKeyDictionary()
+"""Of every module of a wrapped model: its state, and the innermost unit around it."""
 
 
 @dataclass
@@ -46,6 +51,11 @@ class ShardedParam:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def start(self) -> int:
+        """My first element, in elements of the flattened parameter (``piece`` counts integers in bytes)."""
+        return self.piece.start // (1 if self.sharded.dtype.is_floating_point else self.sharded.dtype.itemsize)
+
 
 class FSDPState:
     """Owns the engine and stands between it and the module tree."""
@@ -65,9 +75,15 @@ class FSDPState:
         self.ranks = ranks
         self.policy = policy
         self.params: list[ShardedParam] = []
+        self.forward_methods: dict[tuple[nn.Module, str], None] = {}
+        """What ``register_forward_method`` was called with."""
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._slots: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in plan.module_units]
         self._model = weakref.ref(model)
+        self.whole: dict[str, nn.Parameter] = {}
+        """Whole parameters that stand in the modules inside ``full_params``, by name."""
+        for module, unit in owners(model, plan.module_units).items():
+            _owner[module] = (weakref.ref(self), unit)
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
         self.engine = _C.Engine(plan.native, plan.schedule, make_communicator(ranks, communicator), weakref.ref(self))
@@ -190,7 +206,7 @@ class FSDPState:
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def _unit_pre_hook(self, unit: int) -> Callable[..., Any]:
-        engine, cast = self.engine, self._input_dtype()
+        engine, cast = self.engine, self.input_dtype()
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             engine.before_forward(unit)
@@ -204,11 +220,11 @@ class FSDPState:
         engine = self.engine
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            engine.after_forward(unit, _hook_outputs(engine, unit, output), last_module)
+            engine.after_forward(unit, hook_outputs(engine, unit, output), last_module)
 
         return after
 
-    def _input_dtype(self) -> torch.dtype | None:
+    def input_dtype(self) -> torch.dtype | None:
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None
 
     def recover(self) -> None:
@@ -223,7 +239,7 @@ class FSDPState:
         recomputed = engine.in_backward  # the whole model, under activation checkpointing
         if not (recomputed or engine.in_forward):
             self._prepare(-1)
-        cast = self._input_dtype()
+        cast = self.input_dtype()
         if cast is not None:
             args, kwargs = cast_floating(args, cast), cast_floating(kwargs, cast)
         try:
@@ -233,7 +249,7 @@ class FSDPState:
             output = call(*args, **kwargs)
             if self.policy.output_dtype is not None:
                 output = cast_floating(output, self.policy.output_dtype)
-            follows = _hook_outputs(engine, 0, output)
+            follows = hook_outputs(engine, 0, output)
             engine.after_forward(0, follows)
             if not recomputed:
                 engine.end_forward(follows)
@@ -275,6 +291,8 @@ class FSDPState:
 
         Raises RuntimeError for what cannot be: never computes with other values than the user sees.
         """
+        if self.whole:
+            raise RuntimeError("a forward inside full_params(model): leave it first; its whole parameters are for reading")
         for slots in self._slots if unit < 0 else (self._slots[unit],):
             for holder, key, index in slots:
                 if holder.get(key) is not self.params[index].sharded:
@@ -293,7 +311,7 @@ class FSDPState:
         logger.warning("rank %d: %s", self.ranks.ranks[self.ranks.index], message)
 
 
-def _hook_outputs(engine: _C.Engine, unit: int, output: Any) -> bool:
+def hook_outputs(engine: _C.Engine, unit: int, output: Any) -> bool:
     """Tells the engine when backward reaches ``output``; returns whether a backward can follow."""
     if not torch.is_grad_enabled():
         return False
@@ -301,6 +319,15 @@ def _hook_outputs(engine: _C.Engine, unit: int, output: Any) -> bool:
     if with_grad:
         engine.hook_outputs(unit, with_grad)
     return bool(with_grad)
+
+
+def owner_of(module: nn.Module) -> tuple[FSDPState, int]:
+    """The state of the wrapped model that ``module`` is part of, and its unit; ValueError for any other."""
+    reference, unit = _owner.get(module, (None, 0))
+    state = reference() if reference is not None else None
+    if state is None:
+        raise ValueError(f"{type(module).__name__} is not part of a wrapped model: call model = FSDP(model, ...) first")
+    return state, unit
 
 
 def state_of(model: nn.Module) -> FSDPState:

@@ -112,11 +112,23 @@ class FSDP(metaclass=_WrapOnCall):
         return super()._named_members(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        raise RuntimeError(
-            "not supported yet: moving or casting a model after FSDP(...) (.to(), .half(), .cuda(), …): its tensors "
-            "are views of shared "
-            "buffers. Do it before, or use MixedPrecisionPolicy"
-        )
+        # .to(), .half(), .cuda(), …: where they change no parameter, they do to buffers what they do in torch.
+        module = _module(self)
+        for param in state_of(module).params:
+            with torch.no_grad():
+                changed = fn(param.sharded)
+            if changed is not param.sharded:
+                raise RuntimeError(
+                    f"not supported: .to(), .half(), .cuda() and the like after FSDP(...), where they change a "
+                    f"parameter ('{param.name}' from {param.sharded.dtype} on {param.sharded.device} to "
+                    f"{changed.dtype} on {changed.device}): its memory is the engine's. Cast or move the model before "
+                    "FSDP(...), or compute in another dtype with MixedPrecisionPolicy(param_dtype=...)"
+                )
+        for part in module.modules() if recurse else (module,):
+            for key, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[key] = fn(buffer)
+        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError("not supported yet: copy.deepcopy of an FSDP model; copy it before FSDP(...)")
