@@ -1,6 +1,7 @@
 """Fully sharded data parallel on the native engine."""
 
 from torchtitan_npu._C import PeerError
+from torchtitan_npu.fsdp.average import MovingAverage
 from torchtitan_npu.fsdp.clip import clip_grad_norm as clip_grad_norm_
 from torchtitan_npu.fsdp.forward_method import register_forward_method
 from torchtitan_npu.fsdp.full_params import full_params, walk_full_params
@@ -17,6 +18,7 @@ __all__ = [
     "FSDP",
     "FSDPPlan",
     "MixedPrecisionPolicy",
+    "MovingAverage",
     "PeerError",
     "Piece",
     "StateDictType",

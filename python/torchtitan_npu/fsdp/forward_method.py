@@ -14,7 +14,7 @@ from torchtitan_npu.fsdp.tensors import cast_floating
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets ``module.method_name(…)`` be called like its forward: ``register_forward_method(model.encoder, "features")``.
+    """Lets a method be called like the module's forward: ``register_forward_method(model.encoder, "features")``.
 
     ``module`` is a wrapped model or any module inside one. The method of the root runs like the root's forward, and the
     units that it calls gather themselves. The method of another module gathers the unit that the module lies in while

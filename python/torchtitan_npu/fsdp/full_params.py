@@ -31,12 +31,12 @@ def full_params(
             ranks. Without it, and after an exception inside, changes are dropped.
 
     ``model.state_dict()`` inside has the whole tensors, and a whole state dict loads. Gradients and the optimizer's
-    state stay sharded: ``.grad`` of a whole parameter is None. Forward is refused inside, and entering is refused inside
+    state stay sharded: ``.grad`` of a whole parameter is None. Forward is refused inside; entering is refused inside
     forward and backward.
     """
     state = state_of(model)
     wanted = _indices_below(state, model if module is None else module, recurse)
-    _check_between_steps(state)
+    state.check_between_steps("full_params(model)")
     all_ranks_here(state.ranks, "full_params(model)")
     units = sorted({state.params[i].unit for i in wanted})
     try:
@@ -51,17 +51,15 @@ def full_params(
             _make_sharded(state, unit)
 
 
-def walk_full_params(
-    model: nn.Module, *, writeback: bool = False
-) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """``(unit's name, {name: whole parameter})`` for one unit after the other, as in ``full_params``; the modules of that
-    unit hold them until the next one is asked for.
+def walk_full_params(model: nn.Module, *, writeback: bool = False) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+    """``(unit's name, {name: whole parameter})`` for one unit after the other, as in ``full_params``; the modules of
+    that unit hold them until the next one is asked for.
 
     Collective, and every rank must walk to the end; memory: one unit in the master dtype. A reference that is kept
     keeps the memory. ``writeback``: as in ``full_params``, unit by unit.
     """
     state = state_of(model)
-    _check_between_steps(state)
+    state.check_between_steps("walk_full_params(model)")
     all_ranks_here(state.ranks, "walk_full_params(model)")
     everything = set(range(len(state.params)))
     for unit, info in enumerate(state.plan.units):
@@ -79,19 +77,6 @@ def _indices_below(state: FSDPState, module: nn.Module, recurse: bool) -> set[in
         raise ValueError(f"{type(module).__name__} is part of another FSDP model than the one given")
     holders = {id(m._parameters) for m in (module.modules() if recurse else (module,))}
     return {index for slots in state._slots for holder, _, index in slots if id(holder) in holders}
-
-
-def _check_between_steps(state: FSDPState) -> None:
-    state.recover()
-    engine = state.engine
-    exposed = any(holder.get(key) is state.params[i].gathered for slots in state._slots for holder, key, i in slots)
-    backward = engine.in_backward or torch._C._current_graph_task_id() != -1
-    if backward or engine.in_forward or exposed:
-        where = "backward" if backward else "forward"
-        raise RuntimeError(f"whole parameters inside {where}: ask for them before forward or after backward")
-    if state.whole:
-        raise RuntimeError("full_params or walk_full_params inside another one of the same model: leave it first")
-    state._prepare(-1)
 
 
 def _make_whole(state: FSDPState, unit: int, wanted: set[int]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_npu.fsdp.clip import clip_grad_norm
+from torchtitan_npu.fsdp.copying import copy_model
 from torchtitan_npu.fsdp.grouping import WrapPolicy
 from torchtitan_npu.fsdp.initialize import ParamInitFn
 from torchtitan_npu.fsdp.mesh import resolve_mesh
@@ -131,7 +132,7 @@ class FSDP(metaclass=_WrapOnCall):
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError("not supported yet: copy.deepcopy of an FSDP model; copy it before FSDP(...)")
+        return copy_model(_module(self), super().__reduce_ex__(4)[2], memo)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("an FSDP model cannot be pickled: save model.state_dict() or use save_full(model, path)")
