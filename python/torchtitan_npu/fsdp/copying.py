@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchtitan_npu.fsdp.collective import all_ranks_here
 from torchtitan_npu.fsdp.forward_method import register_forward_method
-from torchtitan_npu.fsdp.state import state_of
+from torchtitan_npu.fsdp.state import FSDPState, state_of
 
 
 def copy_model(model: nn.Module, attributes: dict[str, Any], memo: dict[int, Any]) -> nn.Module:
@@ -21,6 +22,11 @@ def copy_model(model: nn.Module, attributes: dict[str, Any], memo: dict[int, Any
     state = state_of(model)
     state.check_between_steps("copy.deepcopy(model)")
     all_ranks_here(state.ranks, "copy.deepcopy(model)")
+    with torch.inference_mode(False):
+        return _copy(model, state, attributes, memo)
+
+
+def _copy(model: nn.Module, state: FSDPState, attributes: dict[str, Any], memo: dict[int, Any]) -> nn.Module:
     new_state = state.copy()
     memo[id(state)] = new_state
     for param, new_param in zip(state.params, new_state.params, strict=True):

@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.grouping import Unit, WrapPolicy, assign_parameters, find_units, merge_small, nesting_depth
-from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
+from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 
 _MIB = 1024**2
 
@@ -124,7 +124,13 @@ def plan_model(
     units = find_units(model, auto_wrap_policy)
     names = assign_parameters(model, units)
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    infos = {name: _describe(by_name[name], tuple(all_names), policy) for name, all_names in names.items()}
+    kept = {id(p) for m in model.modules() if keeps_dtype(m) for p in m.parameters(recurse=False)}
+    infos = {
+        name: _describe(
+            by_name[name], tuple(all_names), MixedPrecisionPolicy() if id(by_name[name]) in kept else policy
+        )
+        for name, all_names in names.items()
+    }
     if not infos:
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
 

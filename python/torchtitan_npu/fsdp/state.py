@@ -21,7 +21,7 @@ from torchtitan_npu.fsdp.grouping import owners
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
 from torchtitan_npu.fsdp.plan import FSDPPlan
-from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
+from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 from torchtitan_npu.fsdp.tensors import cast_floating, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class FSDPState:
         self._check_plans_agree()
         self.engine = _C.Engine(plan.native, plan.schedule, make_communicator(ranks, communicator), weakref.ref(self))
         self._shard(model, param_init_fn, init_seed)
+        self._unlock_buffers(model)
         self._cast_buffers(model)
         self._hook_units()
         if ranks.index == 0:
@@ -204,11 +205,21 @@ class FSDPState:
         self.engine.bind(index, gathered, sharded)
         return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered)
 
+    def _unlock_buffers(self, model: nn.Module) -> None:
+        """Buffers that were made in inference mode can be written by a training forward, like the parameters."""
+        made: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_inference():
+                    module._buffers[key] = made.setdefault(id(buffer), buffer.clone())
+
     def _cast_buffers(self, model: nn.Module) -> None:
         dtype = self.policy.buffer_dtype
         if dtype is None:
             return
         for module in model.modules():
+            if keeps_dtype(module):
+                continue
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                     self.original_buffer_dtypes[module, key] = buffer.dtype

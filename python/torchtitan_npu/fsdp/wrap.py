@@ -178,15 +178,16 @@ def _wrap(
         bucket_cap_mb=bucket_cap_mb,
         auto_wrap_policy=auto_wrap_policy,
     )
-    state = FSDPState(
-        module,
-        plan,
-        ranks,
-        policy,
-        communicator=communicator,
-        param_init_fn=param_init_fn,
-        init_seed=init_seed,
-    )
+    with torch.inference_mode(False):  # a model that is built in inference mode can be trained later
+        state = FSDPState(
+            module,
+            plan,
+            ranks,
+            policy,
+            communicator=communicator,
+            param_init_fn=param_init_fn,
+            init_seed=init_seed,
+        )
     install_state_dict_hooks(module, state)
     original = type(module)
     module.__class__ = type(f"FSDP{original.__name__}", (FSDP, original), {"__module__": original.__module__})
