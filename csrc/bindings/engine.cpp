@@ -27,8 +27,8 @@ using tt::fsdp::EngineCounters;
 using tt::fsdp::Schedule;
 using tt::fsdp::ShardPlan;
 
-// `owner` is a weak reference to a Python object with methods _expose(unit, gathered) and _log(message): the engine
-// must not keep the module tree alive that keeps the engine alive.
+// `owner` is a weak reference to a Python object with methods _expose(unit, gathered), _prepare(unit) and
+// _log(message): the engine must not keep the module tree alive that keeps the engine alive.
 tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   const auto held = std::shared_ptr<py::weakref>(new py::weakref(owner), [](py::weakref* reference) {
     const py::gil_scoped_acquire gil;
@@ -47,6 +47,7 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   };
   tt::EngineCallbacks callbacks;
   callbacks.expose = [call](std::int32_t unit, bool gathered) { call("_expose", unit, gathered); };
+  callbacks.prepare = [call](std::int32_t unit) { call("_prepare", unit); };
   callbacks.log = [call](const std::string& message) { call("_log", message); };
   callbacks.check_signals = [] {
     const py::gil_scoped_acquire gil;
@@ -131,7 +132,7 @@ void bind_engine(py::module_& m) {
           "end_forward", [](tt::TorchEngine& self, bool backward) { self.engine().end_forward(backward); },
           py::arg("backward_follows"), ReleaseGil())
       .def(
-          "before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_forward(unit); },
+          "before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.before_forward(unit); },
           py::arg("unit"), ReleaseGil())
       .def(
           "after_forward",
@@ -139,6 +140,7 @@ void bind_engine(py::module_& m) {
             self.engine().after_forward(unit, backward, last_module);
           },
           py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
+      .def("refresh", &tt::TorchEngine::refresh, py::arg("unit"))
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))
       .def(
           "set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); }, py::arg("reduce"))
@@ -146,6 +148,7 @@ void bind_engine(py::module_& m) {
       .def(
           "is_gathered", [](tt::TorchEngine& self, std::int32_t unit) { return self.engine().is_gathered(unit); },
           py::arg("unit"))
+      .def_property_readonly("in_forward", [](tt::TorchEngine& self) { return self.engine().in_forward(); })
       .def_property_readonly("in_backward", [](tt::TorchEngine& self) { return self.engine().in_backward(); })
       .def_property_readonly("counters", [](tt::TorchEngine& self) { return self.engine().counters(); })
       .def_property_readonly("accumulation_bytes", &tt::TorchEngine::accumulation_bytes)

@@ -392,6 +392,16 @@ void Engine::finish_backward_of(std::int32_t unit) {
   }
 }
 
+void Engine::set_trainable(std::int32_t param, bool trainable) {
+  reducer_.set_trainable(param, trainable);
+  const auto& bucket = plan_.buckets()[static_cast<std::size_t>(plan_.placement(param).bucket)];
+  const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(bucket.unit)];
+  keeps_until_next_[static_cast<std::size_t>(bucket.unit)] =
+      std::any_of(of_unit.begin(), of_unit.end(), [&](std::int32_t b) {
+        return !is_reduced(plan_.buckets()[static_cast<std::size_t>(b)]) || reducer_.has_frozen(b);
+      });
+}
+
 GradientDestination Engine::gradient_destination(std::int32_t param) {
   if (!backward_active_) {
     // The unit's outputs did not show that a backward had begun (opaque containers); the gradient itself does.

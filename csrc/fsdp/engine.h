@@ -53,11 +53,15 @@ class Engine {
   // Whether the next backward passes reduce gradients (true) or keep them unreduced on each rank.
   void set_reduce(bool reduce) { reduce_ = reduce; }
 
+  // Whether the parameter takes part in backward passes from now on; false for one that was frozen after planning.
+  void set_trainable(std::int32_t param, bool trainable);
+
   // After an exception in forward or backward: frees everything, so that the next step starts clean.
   void abort();
   // Called from inside waits.
   void progress() { reducer_.progress(); }
 
+  bool in_forward() const { return forward_depth_ > 0; }  // of the root module
   bool in_backward() const { return backward_active_; }
   bool is_gathered(std::int32_t unit) const { return unit_state(unit).state == State::kGathered; }
   const Arena& arena() const { return arena_; }

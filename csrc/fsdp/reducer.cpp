@@ -38,6 +38,7 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
     buckets_[b].unreduced_reported = buckets_[b].reported;
     buckets_[b].absent = buckets_[b].reported;
     filled_.emplace_back(device);
+    buckets_[b].frozen = buckets_[b].reported;
     for (std::size_t i = 0; i < params.size(); ++i) {
       index_in_bucket_[static_cast<std::size_t>(params[i])] = i;
     }
@@ -208,7 +209,7 @@ void Reducer::expect(std::int32_t unit) {
     auto& b = state(bucket);
     const auto& params = spec(bucket).params;
     for (std::size_t i = 0; i < params.size(); ++i) {
-      if (!test(b.reported, i) && !client_.will_report(params[i])) {
+      if (!test(b.reported, i) && !test(b.absent, i) && !client_.will_report(params[i])) {
         set(b.absent, i);
         ++b.num_absent;
       }
@@ -223,9 +224,34 @@ bool Reducer::unit_complete(std::int32_t unit) const {
 }
 
 void Reducer::launch_in_order() {
-  while (next_launch_ < launch_order_.size() && state(launch_order_[next_launch_]).state == State::kComplete) {
+  // A bucket that gets no gradient at all is complete, too: it holds nobody up.
+  const auto may_launch = [&](std::int32_t bucket) {
+    const State s = state(bucket).state;
+    return s == State::kComplete || (s == State::kIdle && is_complete(bucket));
+  };
+  while (next_launch_ < launch_order_.size() && may_launch(launch_order_[next_launch_])) {
     launch(launch_order_[next_launch_]);
     ++next_launch_;
+  }
+}
+
+void Reducer::set_trainable(std::int32_t param, bool trainable) {
+  TT_CHECK(!active_, "trainable parameters change in the middle of a backward pass");
+  auto& b = state(plan_.placement(param).bucket);
+  const std::size_t i = index_in_bucket(param);
+  if (test(b.frozen, i) != trainable) {
+    return;
+  }
+  if (trainable) {
+    unset(b.frozen, i);
+    unset(b.absent, i);
+    --b.num_frozen;
+    --b.num_absent;
+  } else {
+    set(b.frozen, i);
+    set(b.absent, i);
+    ++b.num_frozen;
+    ++b.num_absent;
   }
 }
 
@@ -344,9 +370,9 @@ void Reducer::reset_round() {
     b.state = State::kIdle;
     b.slot = -1;
     b.num_reported = 0;
-    b.num_absent = 0;
+    b.num_absent = b.num_frozen;
     clear(b.reported);
-    clear(b.absent);
+    b.absent = b.frozen;
   }
   launched_.clear();
   active_ = false;

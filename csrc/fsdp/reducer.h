@@ -34,6 +34,9 @@ class Reducer {
   bool gradient_ready(std::int32_t param);
   // The unit's backward begins: finds out which of its parameters will report in this round.
   void expect(std::int32_t unit);
+  // A frozen parameter (false) of a reduced bucket is not waited for. The same on all ranks.
+  void set_trainable(std::int32_t param, bool trainable);
+  bool has_frozen(std::int32_t bucket) const { return state(bucket).num_frozen > 0; }
   // Whether all parameters of the unit that are to report in this round have done so.
   bool unit_complete(std::int32_t unit) const;
   // Publishes what is left (zeros for parameters that did not report), waits for all ranks, sums everything.
@@ -51,8 +54,10 @@ class Reducer {
     std::int32_t slot = -1;
     std::vector<std::uint64_t> reported;  // this round
     std::vector<std::uint64_t> absent;    // will not report in this round, as far as is known
-    std::int32_t num_reported = 0;
-    std::int32_t num_absent = 0;
+    std::vector<std::uint64_t> frozen;    // after planning: absent in every round
+    std::size_t num_reported = 0;
+    std::size_t num_absent = 0;
+    std::size_t num_frozen = 0;
     std::byte* unreduced = nullptr;                 // gradients of rounds that were not reduced, sum dtype, or null
     std::vector<std::uint64_t> unreduced_reported;  // whose
   };
@@ -79,7 +84,7 @@ class Reducer {
   DType accumulate_dtype(std::int32_t bucket) const;
   bool is_complete(std::int32_t bucket) const {
     const auto& b = state(bucket);
-    return static_cast<std::size_t>(b.num_reported + b.num_absent) == spec(bucket).params.size();
+    return b.num_reported + b.num_absent == spec(bucket).params.size();
   }
   std::size_t index_in_bucket(std::int32_t param) const { return index_in_bucket_[static_cast<std::size_t>(param)]; }
   BucketState& state(std::int32_t bucket) { return buckets_[static_cast<std::size_t>(bucket)]; }

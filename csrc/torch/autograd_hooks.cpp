@@ -1,6 +1,7 @@
 #include "torch/autograd_hooks.h"
 
 #include <utility>
+#include <vector>
 
 #include "torch/error_bridge.h"
 #include "torch/torch_engine.h"
@@ -28,17 +29,19 @@ struct GradientSink : public torch::autograd::AccumulateGrad {
 };
 
 struct BeforeBackward : public torch::autograd::FunctionPreHook {
-  BeforeBackward(std::int32_t unit_index, std::weak_ptr<TorchEngine> owner)
-      : unit(unit_index), engine(std::move(owner)) {}
+  BeforeBackward(std::int32_t unit_index, std::vector<std::uint32_t> versions_in_forward,
+                 std::weak_ptr<TorchEngine> owner)
+      : unit(unit_index), versions(std::move(versions_in_forward)), engine(std::move(owner)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (const auto locked = engine.lock()) {
-      in_autograd([&] { locked->engine().before_backward(unit); });
+      in_autograd([&] { locked->before_backward(unit, versions); });
     }
     return grads;
   }
 
   std::int32_t unit;
+  std::vector<std::uint32_t> versions;  // of the unit's pieces
   std::weak_ptr<TorchEngine> engine;
 };
 
@@ -50,8 +53,9 @@ torch_compat::GradientNode make_gradient_sink(const at::Tensor& leaf, std::int32
 }
 
 std::unique_ptr<torch::autograd::FunctionPreHook> make_before_backward(std::int32_t unit,
+                                                                       std::vector<std::uint32_t> versions,
                                                                        const std::weak_ptr<TorchEngine>& engine) {
-  return std::make_unique<BeforeBackward>(unit, engine);
+  return std::make_unique<BeforeBackward>(unit, std::move(versions), engine);
 }
 
 }  // namespace tt

@@ -47,6 +47,22 @@ inline void run_post_accumulate_hooks(const at::Tensor& leaf) {
   }
 }
 
+inline bool has_hooks(const at::Tensor& leaf) { return !torch::autograd::impl::hooks(leaf).empty(); }
+
+// The gradient that the leaf's register_hook functions make of `gradient`.
+inline at::Tensor run_hooks(const at::Tensor& leaf, const at::Tensor& gradient) {
+  torch::autograd::variable_list gradients{gradient};
+  for (const auto& hook : torch::autograd::impl::hooks(leaf)) {
+    gradients = (*hook)(gradients);
+  }
+  return gradients.at(0);
+}
+
+// Gives the tensor a count of in-place changes of its own, starting from 0.
+inline void reset_version(const at::Tensor& tensor) {
+  torch::autograd::impl::set_version_counter(tensor, c10::VariableVersion(/*version=*/0));
+}
+
 inline void add_pre_hook(torch::autograd::Node& node, std::unique_ptr<torch::autograd::FunctionPreHook> hook) {
   node.add_pre_hook(std::move(hook));
 }

@@ -21,7 +21,8 @@ TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp
       where_(where),
       callbacks_(std::move(callbacks)),
       gradients_(plan_->buckets().size()),
-      params_(plan_->params().size()) {
+      params_(plan_->params().size()),
+      checked_round_(plan_->units().size(), 0) {
   if (comm_->size() != plan_->world_size()) {
     throw ValueError(str("the plan is for ", plan_->world_size(), " ranks, the communicator has ", comm_->size()));
   }
@@ -33,7 +34,8 @@ TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp
         where_,
         str("unit '", unit,
             "' is sharded: its parameters can be read only while its forward or backward runs. Call the module itself "
-            "(not one of its methods or a submodule's weight), or move what needs the weight into its forward"));
+            "(not one of its methods or a submodule's weight), let the method gather it with "
+            "register_forward_method(module, name), or read whole values inside full_params(model)"));
     masters_.push_back(
         at::zeros({bucket.shard_numel}, at::TensorOptions().dtype(to_torch(bucket.master_dtype)).device(where_)));
   }
@@ -58,16 +60,121 @@ void TorchEngine::bind(std::int32_t param, const at::Tensor& gathered, const at:
   auto& p = params_[static_cast<std::size_t>(param)];
   p.gathered = gathered;
   p.sharded = sharded;
-  if (gathered.requires_grad()) {
+  p.piece = sharded.detach();
+  p.trainable = gathered.requires_grad();
+  // The piece's own count of changes, not one that it shares with its bucket's others.
+  torch_compat::reset_version(sharded);
+  if (gathered.is_floating_point()) {
     p.sink = make_gradient_sink(gathered, param, weak_from_this());
     torch_compat::set_gradient_accumulator(gathered, p.sink);
   }
 }
 
+void TorchEngine::before_forward(std::int32_t unit) {
+  if (!engine_->in_forward() && !engine_->in_backward()) {
+    callbacks_.prepare(unit);
+  }
+  engine_->before_forward(unit);
+}
+
+void TorchEngine::refresh(std::int32_t unit) {
+  for (std::size_t b = 0; b < plan_->buckets().size(); ++b) {
+    const auto& bucket = plan_->buckets()[b];
+    if (unit != fsdp::kAllUnits && bucket.unit != unit) {
+      continue;
+    }
+    for (const std::int32_t param : bucket.params) {
+      refresh_trainable(param);
+      refresh_memory(param);
+    }
+  }
+}
+
+void TorchEngine::refresh_trainable(std::int32_t param) {
+  auto& p = params_[static_cast<std::size_t>(param)];
+  // The gathered leaf differs from what it was if requires_grad_() was called inside forward, where the module holds
+  // it.
+  const bool inside = p.gathered.requires_grad() != p.trainable;
+  const bool wanted = inside ? p.gathered.requires_grad() : p.sharded.requires_grad();
+  if (wanted == p.trainable && !inside) {
+    return;
+  }
+  const auto& bucket = plan_->buckets()[static_cast<std::size_t>(plan_->placement(param).bucket)];
+  if (!fsdp::is_reduced(bucket)) {
+    if (!wanted) {
+      return;
+    }
+    throw Error(str("not supported: parameter '", name_of(param),
+                    "' was frozen when FSDP(...) wrapped the model, so it has no memory for gradients, and requires a "
+                    "gradient now. Wrap the model with it trainable and call requires_grad_(False) afterwards: then it "
+                    "can be unfrozen between steps"));
+  }
+  p.gathered.set_requires_grad(wanted);
+  p.sharded.set_requires_grad(wanted);
+  p.trainable = wanted;
+  engine_->set_trainable(param, wanted);
+}
+
+void TorchEngine::refresh_memory(std::int32_t param) {
+  auto& p = params_[static_cast<std::size_t>(param)];
+  if (p.sharded.is_alias_of(p.piece) && p.sharded.storage_offset() == p.piece.storage_offset() &&
+      p.sharded.scalar_type() == p.piece.scalar_type() && p.sharded.sizes() == p.piece.sizes()) {
+    return;
+  }
+  if (p.sharded.scalar_type() != p.piece.scalar_type() || p.sharded.sizes() != p.piece.sizes() ||
+      p.sharded.device() != p.piece.device()) {
+    throw Error(tt::str("the .data of parameter '", name_of(param), "' was replaced: it is ", p.sharded.scalar_type(),
+                        " ", p.sharded.sizes(), " on ", p.sharded.device(), " now, but this rank's piece is ",
+                        p.piece.scalar_type(), " ", p.piece.sizes(), " on ", p.piece.device(),
+                        ". Parts of an FSDP model cannot be cast or moved (.to(), .half()): use MixedPrecisionPolicy; "
+                        "whole values are written inside full_params(model, writeback=True)"));
+  }
+  const at::NoGradGuard no_grad;
+  p.piece.copy_(p.sharded);
+  p.sharded.set_data(p.piece);
+}
+
+std::vector<std::uint32_t> TorchEngine::versions_of(std::int32_t unit) const {
+  std::vector<std::uint32_t> versions;
+  for (const std::int32_t b : plan_->unit_buckets()[static_cast<std::size_t>(unit)]) {
+    for (const std::int32_t param : plan_->buckets()[static_cast<std::size_t>(b)].params) {
+      versions.push_back(params_[static_cast<std::size_t>(param)].sharded._version());
+    }
+  }
+  return versions;
+}
+
+void TorchEngine::before_backward(std::int32_t unit, const std::vector<std::uint32_t>& versions) {
+  // Once in a pass: an optimizer that runs inside backward changes parameters later on.
+  const std::uint64_t round = engine_->counters().rounds + (engine_->in_backward() ? 0 : 1);
+  if (std::exchange(checked_round_[static_cast<std::size_t>(unit)], round) != round) {
+    std::size_t i = 0;
+    for (const std::int32_t b : plan_->unit_buckets()[static_cast<std::size_t>(unit)]) {
+      for (const std::int32_t param : plan_->buckets()[static_cast<std::size_t>(b)].params) {
+        if (params_[static_cast<std::size_t>(param)].sharded._version() != versions[i++]) {
+          throw Error(
+              str("parameter '", name_of(param), "' of unit '", plan_->units()[static_cast<std::size_t>(unit)].name,
+                  "' was modified between the forward and this backward, which needs the values of the forward: "
+                  "run backward before optimizer.step() and before writing to parameters"));
+        }
+      }
+    }
+  }
+  engine_->before_backward(unit);
+}
+
 void TorchEngine::hook_outputs(std::int32_t unit, const std::vector<at::Tensor>& outputs) {
+  if (!engine_->in_backward()) {
+    for (const std::int32_t b : plan_->unit_buckets()[static_cast<std::size_t>(unit)]) {
+      for (const std::int32_t param : plan_->buckets()[static_cast<std::size_t>(b)].params) {
+        refresh_trainable(param);  // requires_grad_() in the forward itself
+      }
+    }
+  }
+  const auto versions = versions_of(unit);
   const auto hook = [&](const at::Tensor& tensor) {
     if (const auto node = tensor.grad_fn()) {
-      torch_compat::add_pre_hook(*node, make_before_backward(unit, weak_from_this()));
+      torch_compat::add_pre_hook(*node, make_before_backward(unit, versions, weak_from_this()));
     }
   };
   for (const auto& output : outputs) {
@@ -79,11 +186,16 @@ void TorchEngine::hook_outputs(std::int32_t unit, const std::vector<at::Tensor>&
 }
 
 void TorchEngine::accumulate(std::int32_t param, const at::Tensor& gradient) {
+  if (!fsdp::is_reduced(plan_->buckets()[static_cast<std::size_t>(plan_->placement(param).bucket)])) {
+    throw Error(str("not supported: a gradient arrived for parameter '", name_of(param),
+                    "', which was frozen when FSDP(...) wrapped the model. Wrap the model with it trainable and call "
+                    "requires_grad_(False) afterwards: then it can be unfrozen"));
+  }
   const auto destination = engine_->gradient_destination(param);
   const auto numel = static_cast<std::size_t>(gradient.numel());
   if (gradient.layout() != at::kStrided) {
-    throw Error(str("not supported: sparse gradient of parameter '",
-                    plan_->params()[static_cast<std::size_t>(param)].name, "'; build the embedding with sparse=False"));
+    throw Error(str("not supported: sparse gradient of parameter '", name_of(param),
+                    "'; build the embedding with sparse=False"));
   }
   if (gradient.is_contiguous()) {
     const auto* from = static_cast<const std::byte*>(gradient.const_data_ptr());
@@ -156,6 +268,10 @@ bool TorchEngine::has_gradient(std::int32_t param) {
   if (!held.defined()) {
     return false;
   }
+  if (torch_compat::has_hooks(p.sharded)) {  // they see what this backward adds, as in torch, not the sum
+    p.held_gradient = held.clone();
+    return false;
+  }
   if (!held.is_same(p.gradient_view)) {  // the user put another tensor there
     const at::NoGradGuard no_grad;
     p.gradient_view.copy_(held);
@@ -180,6 +296,17 @@ bool TorchEngine::will_report(std::int32_t param) {
 
 void TorchEngine::gradient_written(std::int32_t param) {
   auto& p = params_[static_cast<std::size_t>(param)];
+  if (torch_compat::has_hooks(p.sharded)) {
+    const at::NoGradGuard no_grad;
+    const auto changed = torch_compat::run_hooks(p.sharded, p.gradient_view);
+    if (!changed.is_same(p.gradient_view)) {
+      p.gradient_view.copy_(changed);
+    }
+    if (p.held_gradient.defined()) {
+      p.gradient_view.add_(p.held_gradient);
+      p.held_gradient.reset();
+    }
+  }
   if (!p.sharded.grad().is_same(p.gradient_view)) {
     p.sharded.mutable_grad() = p.gradient_view;
   }

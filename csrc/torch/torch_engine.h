@@ -20,6 +20,7 @@ namespace tt {
 // What the engine tells the Python module tree. May be called from autograd's thread, without the GIL.
 struct EngineCallbacks {
   std::function<void(std::int32_t unit, bool gathered)> expose;
+  std::function<void(std::int32_t unit)> prepare;  // before a forward of the unit by itself
   std::function<void(const std::string& message)> log;
   std::function<void()> check_signals;  // throws on Ctrl-C
 };
@@ -47,8 +48,16 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   const fsdp::ShardPlan& plan() const { return *plan_; }
   const runtime::Communicator& communicator() const { return *comm_; }
 
+  // A forward of the unit begins: by itself (then `prepare` is called), inside the root's, or recomputed in backward.
+  void before_forward(std::int32_t unit);
+  // What users may have done to the parameters of `unit` (or of all) since the last forward: requires_grad_() is taken
+  // over, `p.data = values` becomes a copy into the shard. Throws Error for what cannot be.
+  void refresh(std::int32_t unit);
+
   // Calls before_backward(unit) when a backward pass reaches any of these outputs of the unit.
   void hook_outputs(std::int32_t unit, const std::vector<at::Tensor>& outputs);
+  // Before the unit's backward; throws Error if its parameters are not those of the forward, at `versions`, any more.
+  void before_backward(std::int32_t unit, const std::vector<std::uint32_t>& versions);
   // A gradient arrived for a gathered leaf.
   void accumulate(std::int32_t param, const at::Tensor& gradient);
   // After an exception; frees everything.
@@ -71,10 +80,18 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   struct Param {
     at::Tensor gathered;       // (*shape), param_dtype, leaf
     at::Tensor sharded;        // (rows, *shape[1:]), master dtype, leaf
+    at::Tensor piece;          // what sharded was when it was bound: where it must lie in the bucket's master
     at::Tensor gradient_view;  // sharded's shape, in the bucket's gradient shard
+    at::Tensor held_gradient;  // what a hook on sharded must not see while it changes the new gradient
     torch_compat::GradientNode sink;
     std::uint32_t seated_version = 0;
+    bool trainable = false;  // requires_grad of both leaves at the last forward
   };
+
+  void refresh_trainable(std::int32_t param);
+  void refresh_memory(std::int32_t param);
+  std::vector<std::uint32_t> versions_of(std::int32_t unit) const;
+  const std::string& name_of(std::int32_t param) const { return plan_->params()[static_cast<std::size_t>(param)].name; }
 
   std::shared_ptr<const fsdp::ShardPlan> plan_;
   std::shared_ptr<runtime::Communicator> comm_;
@@ -87,7 +104,8 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   std::vector<at::Tensor> extra_;
   std::vector<Param> params_;
   int examined_backward_ = -1;
-  bool backward_is_whole_ = true;  // all of its nodes are known: no other pass runs inside
+  bool backward_is_whole_ = true;             // all of its nodes are known: no other pass runs inside
+  std::vector<std::uint64_t> checked_round_;  // per unit: the last backward pass whose parameter versions were compared
   std::unique_ptr<fsdp::Engine> engine_;
 };
 

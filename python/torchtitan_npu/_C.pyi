@@ -357,7 +357,9 @@ class Engine:
         owner: ReferenceType[Any],
         device: torch.device,
     ) -> None:
-        """``owner``: weak reference to an object with ``_expose(unit, gathered)`` and ``_log(message)``."""
+        """``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)`` and
+        ``_log(message)``.
+        """
     def master(self, bucket: int) -> torch.Tensor:
         """This rank's shard of the bucket: 1-D, ``shard_numel`` elements of the master dtype."""
     def gathered_view(self, param: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -367,10 +369,17 @@ class Engine:
     def end_forward(self, backward_follows: bool) -> None: ...
     def before_forward(self, unit: int) -> None: ...
     def after_forward(self, unit: int, backward_follows: bool, last_module: bool = True) -> None: ...
+    def refresh(self, unit: int) -> None:
+        """Takes over what was done to the sharded leaves of the unit (-1: of all) since the last forward:
+        ``requires_grad_()``, ``p.data = …``. Raises Error for what cannot be.
+        """
     def hook_outputs(self, unit: int, outputs: Sequence[torch.Tensor]) -> None: ...
     def set_reduce(self, reduce: bool) -> None: ...
     def abort(self) -> None: ...
     def is_gathered(self, unit: int) -> bool: ...
+    @property
+    def in_forward(self) -> bool:
+        """Of the root module."""
     @property
     def in_backward(self) -> bool: ...
     @property

@@ -1,7 +1,10 @@
 """Fully sharded data parallel on the native engine."""
 
 from torchtitan_npu._C import PeerError
+from torchtitan_npu.fsdp.average import MovingAverage
 from torchtitan_npu.fsdp.clip import clip_grad_norm as clip_grad_norm_
+from torchtitan_npu.fsdp.forward_method import register_forward_method
+from torchtitan_npu.fsdp.full_params import full_params, walk_full_params
 from torchtitan_npu.fsdp.grouping import fully_shard
 from torchtitan_npu.fsdp.initialize import materialize
 from torchtitan_npu.fsdp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
@@ -15,15 +18,19 @@ __all__ = [
     "FSDP",
     "FSDPPlan",
     "MixedPrecisionPolicy",
+    "MovingAverage",
     "PeerError",
     "Piece",
     "StateDictType",
     "UnitInfo",
     "clip_grad_norm_",
+    "full_params",
     "fully_shard",
     "load_optimizer_state_dict",
     "materialize",
     "optimizer_state_dict",
     "plan_model",
+    "register_forward_method",
     "save_full",
+    "walk_full_params",
 ]

@@ -17,7 +17,7 @@ from torchtitan_npu.fsdp.grouping import (
     nesting_depth,
     parents,
 )
-from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
+from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 
 _MIB = 1024**2
 
@@ -142,7 +142,13 @@ def plan_model(
     units = find_units(model, auto_wrap_policy)
     names = assign_parameters(model, units)
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    infos = {name: _describe(by_name[name], tuple(all_names), policy) for name, all_names in names.items()}
+    kept = {id(p) for m in model.modules() if keeps_dtype(m) for p in m.parameters(recurse=False)}
+    infos = {
+        name: _describe(
+            by_name[name], tuple(all_names), MixedPrecisionPolicy() if id(by_name[name]) in kept else policy
+        )
+        for name, all_names in names.items()
+    }
     if not infos:
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
 

@@ -7,7 +7,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,29 @@ from torch import nn
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.communicator import make_communicator
+from torchtitan_npu.fsdp.grouping import owners
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
 from torchtitan_npu.fsdp.plan import FSDPPlan
-from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
+from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 from torchtitan_npu.fsdp.tensors import cast_floating, tensors_in
 
 logger = logging.getLogger(__name__)
+
+
+_owner: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[FSDPState], int]] = weakref.WeakKeyDictionary()
+"""Of every module of a wrapped model: its state, and the innermost unit around it."""
+
+
+@dataclass(frozen=True)
+class InstalledHook:
+    """A hook of ours in a module, for copies of the model, which need one of their own in its place."""
+
+    module: nn.Module
+    table: str
+    """The module's attribute that holds it."""
+    key: int
+    make: Callable[[FSDPState], Callable[..., Any]]
 
 
 @dataclass
@@ -46,6 +63,11 @@ class ShardedParam:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def start(self) -> int:
+        """My first element, in elements of the flattened parameter (``piece`` counts integers in bytes)."""
+        return self.piece.start // (1 if self.sharded.dtype.is_floating_point else self.sharded.dtype.itemsize)
+
 
 class FSDPState:
     """Owns the engine and stands between it and the module tree."""
@@ -66,16 +88,24 @@ class FSDPState:
         self.ranks = ranks
         self.policy = policy
         self.device = device
+        self.communicator = communicator
+        self.hooks: list[InstalledHook] = []
         self.params: list[ShardedParam] = []
+        self.forward_methods: dict[tuple[nn.Module, str], None] = {}
+        """What ``register_forward_method`` was called with."""
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._slots: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in plan.module_units]
         self._model = weakref.ref(model)
+        self.whole: dict[str, nn.Parameter] = {}
+        """Whole parameters that stand in the modules inside ``full_params``, by name."""
+        self._register_owners(model)
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
         self.engine = _C.Engine(
             plan.native, plan.schedule, make_communicator(ranks, communicator, device), weakref.ref(self), device
         )
         self._shard(model, param_init_fn, init_seed)
+        self._unlock_buffers(model)
         self._place_buffers(model)
         self._hook_units()
         if ranks.index == 0:
@@ -143,10 +173,20 @@ class FSDPState:
             initializer.materialize(model.modules())
 
     def _shard_one(self, index: int, unit: int, names: tuple[str, ...], original: nn.Parameter) -> ShardedParam:
+        param = self._make_param(index, unit, names, original, original.detach().reshape(-1))
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # they run on the piece's gradient from now on
+            if getattr(original, hooks):
+                setattr(param.sharded, hooks, getattr(original, hooks))
+        return param
+
+    def _make_param(
+        self, index: int, unit: int, names: tuple[str, ...], like: nn.Parameter, values: torch.Tensor
+    ) -> ShardedParam:
+        """``values``: 1-D, the whole parameter's or my piece's. ``like``: has its dtype and attributes."""
         piece = self.plan.native.piece(index, self.ranks.index)
         row_aligned = self.plan.native.row_aligned(index)
-        shape = original.shape
-        dtype = original.dtype
+        info = self.plan.params[index]
+        shape, dtype = info.shape, info.master_dtype
         item = 1 if dtype.is_floating_point else dtype.itemsize
         master = self.engine.master(self.plan.native.placement(index).bucket)
         mine = master.narrow(0, piece.shard_offset, piece.numel)
@@ -156,47 +196,106 @@ class FSDPState:
                     raise ValueError(f"not supported: integer parameter '{names[0]}' does not align with its bucket")
                 mine = mine.view(dtype)
             start, numel = piece.start // item, piece.numel // item
-            mine.copy_(original.detach().reshape(-1)[start : start + numel])
+            mine.copy_(values if values.numel() == numel else values[start : start + numel])
             if row_aligned and shape:
                 row_numel = shape[1:].numel()
                 mine = mine.view(numel // row_numel if row_numel else shape[0], *shape[1:])
             elif row_aligned and numel == 1:
                 mine = mine.view(())
-            sharded = nn.Parameter(mine, requires_grad=original.requires_grad)
-            view = self.engine.gathered_view(index, list(shape), self.plan.params[index].param_dtype)
-            gathered = nn.Parameter(view, requires_grad=original.requires_grad)
-        sharded.__dict__.update(original.__dict__)
-        gathered.__dict__.update(original.__dict__)
+            sharded = nn.Parameter(mine, requires_grad=info.requires_grad)
+            view = self.engine.gathered_view(index, list(shape), info.param_dtype)
+            gathered = nn.Parameter(view, requires_grad=info.requires_grad)
+        sharded.__dict__.update(like.__dict__)
+        gathered.__dict__.update(like.__dict__)
         self.engine.bind(index, gathered, sharded)
         return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered)
+
+    def _unlock_buffers(self, model: nn.Module) -> None:
+        """Buffers that were made in inference mode can be written by a training forward, like the parameters."""
+        made: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_inference():
+                    module._buffers[key] = made.setdefault(id(buffer), buffer.clone())
 
     def _place_buffers(self, model: nn.Module) -> None:
         dtype = self.policy.buffer_dtype
         for module in model.modules():
+            cast = dtype if not keeps_dtype(module) else None
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
                 if buffer.device.type != self.device.type:
                     module._buffers[key] = buffer = buffer.to(self.device)
-                if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                if cast is not None and buffer.is_floating_point() and buffer.dtype != cast:
                     self.original_buffer_dtypes[module, key] = buffer.dtype
-                    module._buffers[key] = buffer.to(dtype)
+                    module._buffers[key] = buffer.to(cast)
 
     def _hook_units(self) -> None:
         for index, unit in enumerate(self.plan.module_units):
             if index == 0:
                 continue  # the root's call is wrapped by FSDP.__call__
             for module in unit.modules:
-                module.register_forward_pre_hook(self._unit_pre_hook(index), prepend=True, with_kwargs=True)
+                last = module is unit.modules[-1]
+                before = module.register_forward_pre_hook(self._unit_pre_hook(index), prepend=True, with_kwargs=True)
                 # Also after an exception, when the unit was called by itself and nothing else would clean up.
-                module.register_forward_hook(self._unit_post_hook(index, module is unit.modules[-1]), always_call=True)
+                after = module.register_forward_hook(self._unit_post_hook(index, last), always_call=True)
+                remake_before = partial(FSDPState._unit_pre_hook, unit=index)
+                remake_after = partial(FSDPState._unit_post_hook, unit=index, last_module=last)
+                self.hooks += [
+                    InstalledHook(module, "_forward_pre_hooks", before.id, remake_before),
+                    InstalledHook(module, "_forward_hooks", after.id, remake_after),
+                ]
+
+    def copy(self) -> FSDPState:
+        """The same shards under an engine of their own, for a copy of the model that ``attach`` names. Collective."""
+        new = FSDPState.__new__(FSDPState)
+        new.plan, new.ranks, new.policy, new.communicator = self.plan, self.ranks, self.policy, self.communicator
+        new.hooks, new.forward_methods, new.whole, new.original_buffer_dtypes = [], {}, {}, {}
+        new._slots = [[] for _ in self._slots]
+        communicator = make_communicator(self.ranks, self.communicator)
+        new.engine = _C.Engine(self.plan.native, self.plan.schedule, communicator, weakref.ref(new))
+        new.params = []
+        for index, param in enumerate(self.params):
+            values = param.sharded.detach().reshape(-1)
+            made = new._make_param(index, param.unit, param.names, param.sharded, values)
+            made.sharded.requires_grad_(param.sharded.requires_grad)  # which may have been changed since the wrap
+            new.params.append(made)
+        return new
+
+    def attach(self, model: nn.Module, of: FSDPState, memo: dict[int, Any]) -> None:
+        """Makes a state that was copied from ``of`` the one of ``model``, deep-copied with ``memo``."""
+        self._model = weakref.ref(model)
+        units = [replace(u, modules=[memo[id(m)] for m in u.modules]) for u in of.plan.module_units]
+        self.plan = replace(self.plan, module_units=tuple(units))
+        self._register_owners(model)
+        self._slots = [[(memo[id(holder)], key, i) for holder, key, i in slots] for slots in of._slots]
+        self.original_buffer_dtypes = {(memo[id(m)], key): d for (m, key), d in of.original_buffer_dtypes.items()}
+        for hook in of.hooks:
+            module = memo[id(hook.module)]
+            table, made = getattr(module, hook.table), hook.make(self)
+            if hasattr(table[hook.key], "with_module"):  # torch's wrapper of a load_state_dict pre-hook
+                table[hook.key].hook = made
+            else:
+                table[hook.key] = made
+            self.hooks.append(replace(hook, module=module))
+
+    def _register_owners(self, model: nn.Module) -> None:
+        for module, unit in owners(model, self.plan.module_units).items():
+            _owner[module] = (weakref.ref(self), unit)
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def _unit_pre_hook(self, unit: int) -> Callable[..., Any]:
-        engine, cast = self.engine, self._input_dtype()
+        engine, cast = self.engine, self.input_dtype()
+        known = frozenset(id(module) for module in self.plan.module_units[unit].modules)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if id(module) not in known:
+                raise RuntimeError(
+                    f"this {type(module).__name__} is a copy of a part of an FSDP model and holds this rank's pieces "
+                    "only: copy the whole model with copy.deepcopy(model), or the part before FSDP(...)"
+                )
             engine.before_forward(unit)
             if cast is None:
                 return None
@@ -208,11 +307,11 @@ class FSDPState:
         engine = self.engine
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            engine.after_forward(unit, _hook_outputs(engine, unit, output), last_module)
+            engine.after_forward(unit, hook_outputs(engine, unit, output), last_module)
 
         return after
 
-    def _input_dtype(self) -> torch.dtype | None:
+    def input_dtype(self) -> torch.dtype | None:
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None
 
     def recover(self) -> None:
@@ -220,12 +319,28 @@ class FSDPState:
         if self.engine.in_backward and torch._C._current_graph_task_id() == -1:
             self.engine.abort()
 
+    def check_between_steps(self, what: str) -> None:
+        """RuntimeError unless the modules hold the sharded parameters and no pass is in progress."""
+        self.recover()
+        engine = self.engine
+        exposed = any(holder.get(key) is self.params[i].gathered for slots in self._slots for holder, key, i in slots)
+        backward = engine.in_backward or torch._C._current_graph_task_id() != -1
+        if backward or engine.in_forward or exposed:
+            raise RuntimeError(
+                f"{what} inside {'backward' if backward else 'forward'}: call it before forward or after backward"
+            )
+        if self.whole:
+            raise RuntimeError(f"{what} inside full_params or walk_full_params of the same model: leave it first")
+        self._prepare(-1)
+
     def run_root(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root module's ``__call__``."""
         engine = self.engine
         self.recover()
         recomputed = engine.in_backward  # the whole model, under activation checkpointing
-        cast = self._input_dtype()
+        if not (recomputed or engine.in_forward):
+            self._prepare(-1)
+        cast = self.input_dtype()
         if cast is not None:
             args, kwargs = cast_floating(args, cast), cast_floating(kwargs, cast)
         try:
@@ -235,7 +350,7 @@ class FSDPState:
             output = call(*args, **kwargs)
             if self.policy.output_dtype is not None:
                 output = cast_floating(output, self.policy.output_dtype)
-            follows = _hook_outputs(engine, 0, output)
+            follows = hook_outputs(engine, 0, output)
             engine.after_forward(0, follows)
             if not recomputed:
                 engine.end_forward(follows)
@@ -272,11 +387,32 @@ class FSDPState:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded
 
+    def _prepare(self, unit: int) -> None:
+        """Before a forward of ``unit`` (-1: of the model): takes over what was done to parameters since the last one.
+
+        Raises RuntimeError for what cannot be: never computes with other values than the user sees.
+        """
+        if self.whole:
+            raise RuntimeError("a forward inside full_params(model): leave it first; its parameters are for reading")
+        for slots in self._slots if unit < 0 else (self._slots[unit],):
+            for holder, key, index in slots:
+                if holder.get(key) is not self.params[index].sharded:
+                    self._refuse_slot(holder.get(key), self.params[index])
+        self.engine.refresh(unit)
+
+    def _refuse_slot(self, found: Any, param: ShardedParam) -> None:
+        raise RuntimeError(
+            f"parameter '{param.name}' was {'removed' if found is None else 'replaced by another object'} after "
+            "FSDP(...): the model would compute with the old values. Write into it instead (with torch.no_grad(): "
+            "parameter.copy_(my part), load_state_dict, or full_params(model, writeback=True)), and change the "
+            "module (parametrize, weight_norm, tying) before FSDP(...)"
+        )
+
     def _log(self, message: str) -> None:
         logger.warning("rank %d: %s", self.ranks.ranks[self.ranks.index], message)
 
 
-def _hook_outputs(engine: _C.Engine, unit: int, output: Any) -> bool:
+def hook_outputs(engine: _C.Engine, unit: int, output: Any) -> bool:
     """Tells the engine when backward reaches ``output``; returns whether a backward can follow."""
     if not torch.is_grad_enabled():
         return False
@@ -284,6 +420,15 @@ def _hook_outputs(engine: _C.Engine, unit: int, output: Any) -> bool:
     if with_grad:
         engine.hook_outputs(unit, with_grad)
     return bool(with_grad)
+
+
+def owner_of(module: nn.Module) -> tuple[FSDPState, int]:
+    """The state of the wrapped model that ``module`` is part of, and its unit; ValueError for any other."""
+    reference, unit = _owner.get(module, (None, 0))
+    state = reference() if reference is not None else None
+    if state is None:
+        raise ValueError(f"{type(module).__name__} is not part of a wrapped model: call model = FSDP(model, ...) first")
+    return state, unit
 
 
 def state_of(model: nn.Module) -> FSDPState:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_npu.fsdp.clip import clip_grad_norm
+from torchtitan_npu.fsdp.copying import copy_model
 from torchtitan_npu.fsdp.grouping import WrapPolicy
 from torchtitan_npu.fsdp.initialize import ParamInitFn
 from torchtitan_npu.fsdp.mesh import resolve_mesh
@@ -114,14 +115,26 @@ class FSDP(metaclass=_WrapOnCall):
         return super()._named_members(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        raise RuntimeError(
-            "not supported yet: moving or casting a model after FSDP(...) (.to(), .half(), .cuda(), …): its tensors "
-            "are views of shared "
-            "buffers. Do it before, or use MixedPrecisionPolicy"
-        )
+        # .to(), .half(), .cuda(), …: where they change no parameter, they do to buffers what they do in torch.
+        module = _module(self)
+        for param in state_of(module).params:
+            with torch.no_grad():
+                changed = fn(param.sharded)
+            if changed is not param.sharded:
+                raise RuntimeError(
+                    f"not supported: .to(), .half(), .cuda() and the like after FSDP(...), where they change a "
+                    f"parameter ('{param.name}' from {param.sharded.dtype} on {param.sharded.device} to "
+                    f"{changed.dtype} on {changed.device}): its memory is the engine's. Cast or move the model before "
+                    "FSDP(...), or compute in another dtype with MixedPrecisionPolicy(param_dtype=...)"
+                )
+        for part in module.modules() if recurse else (module,):
+            for key, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[key] = fn(buffer)
+        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError("not supported yet: copy.deepcopy of an FSDP model; copy it before FSDP(...)")
+        return copy_model(_module(self), super().__reduce_ex__(4)[2], memo)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("an FSDP model cannot be pickled: save model.state_dict() or use save_full(model, path)")
@@ -192,16 +205,17 @@ def _wrap(
         prefetch=prefetch,
         auto_wrap_policy=auto_wrap_policy,
     )
-    state = FSDPState(
-        module,
-        plan,
-        ranks,
-        policy,
-        communicator=communicator,
-        device=_device_of(module, device),
-        param_init_fn=param_init_fn,
-        init_seed=init_seed,
-    )
+    with torch.inference_mode(False):  # a model that is built in inference mode can be trained later
+        state = FSDPState(
+            module,
+            plan,
+            ranks,
+            policy,
+            communicator=communicator,
+            device=_device_of(module, device),
+            param_init_fn=param_init_fn,
+            init_seed=init_seed,
+        )
     install_state_dict_hooks(module, state)
     original = type(module)
     module.__class__ = type(f"FSDP{original.__name__}", (FSDP, original), {"__module__": original.__module__})
