@@ -126,6 +126,9 @@ void bind_engine(py::module_& m) {
             self.engine().after_forward(unit, backward, last_module);
           },
           py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
+      .def(
+          "before_backward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_backward(unit); },
+          py::arg("unit"), ReleaseGil())
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))
       .def(
           "set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); }, py::arg("reduce"))

@@ -77,7 +77,6 @@ def test_bad_options() -> None:
         ({"bucket_cap_mb": -1.0}, "bucket_cap_mb must be positive or None"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecisionPolicy or None, got dtype"),
         ({"communicator": "nccl"}, "communicator must be one of auto, shared_memory, c10d, got 'nccl'"),
-        ({"activation_checkpointing": True}, "not supported yet: activation_checkpointing"),
         ({"auto_wrap_policy": lambda m: isinstance(m, nn.ModuleList)}, "chose 'layers', a container without a forward"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_npu import _C
+from torchtitan_npu.fsdp.activation_checkpointing import ActivationCheckpointing, Recomputed, chosen_modules
 from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
+from torchtitan_npu.fsdp.module_call import Around, Call, surround
 from torchtitan_npu.fsdp.plan import FSDPPlan
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
 from torchtitan_npu.fsdp.tensors import cast_floating, tensors_in
@@ -60,7 +63,10 @@ class FSDPState:
         communicator: str = "auto",
         param_init_fn: ParamInitFn | None = None,
         init_seed: int | None = None,
+        activation_checkpointing: ActivationCheckpointing = False,
     ) -> None:
+        unit_modules = [module for unit in plan.module_units[1:] for module in unit.modules]
+        recomputed = chosen_modules(model, unit_modules, activation_checkpointing)
         self.plan = plan
         self.ranks = ranks
         self.policy = policy
@@ -73,7 +79,7 @@ class FSDPState:
         self.engine = _C.Engine(plan.native, plan.schedule, make_communicator(ranks, communicator), weakref.ref(self))
         self._shard(model, param_init_fn, init_seed)
         self._cast_buffers(model)
-        self._hook_units()
+        self._surround_calls(recomputed, selective=activation_checkpointing == "selective")
         if ranks.index == 0:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
 
@@ -175,24 +181,42 @@ class FSDPState:
                     self.original_buffer_dtypes[module, key] = buffer.dtype
                     module._buffers[key] = buffer.to(dtype)
 
-    def _hook_units(self) -> None:
+    def _surround_calls(self, recomputed: list[nn.Module], *, selective: bool) -> None:
+        unit_of = {m: i for i, unit in enumerate(self.plan.module_units) if i > 0 for m in unit.modules}
+        for module in recomputed:  # inside what gathers, so first
+            begins = functools.partial(self.engine.before_backward, unit_of[module]) if module in unit_of else None
+            surround(module, Recomputed(selective, begins))
         for index, unit in enumerate(self.plan.module_units):
             if index == 0:
                 continue  # the root's call is wrapped by FSDP.__call__
             for module in unit.modules:
-                module.register_forward_pre_hook(self._unit_pre_hook(index), prepend=True, with_kwargs=True)
-                # Also after an exception, when the unit was called by itself and nothing else would clean up.
-                module.register_forward_hook(self._unit_post_hook(index, module is unit.modules[-1]), always_call=True)
+                surround(module, self._unit_call(index, module is unit.modules[-1]))
 
     # ---- running -----------------------------------------------------------------------------------------------------
+
+    def _unit_call(self, unit: int, last_module: bool) -> Around:
+        before, after = self._unit_pre_hook(unit), self._unit_post_hook(unit, last_module)
+
+        def around(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            try:
+                args, kwargs = before(args, kwargs)
+                output = call(*args, **kwargs)
+            except BaseException:
+                # A unit that was called by itself: nothing else would clean up.
+                self._quietly(functools.partial(after, None))
+                raise
+            after(output)
+            return output
+
+        return around
 
     def _unit_pre_hook(self, unit: int) -> Callable[..., Any]:
         engine, cast = self.engine, self._input_dtype()
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             engine.before_forward(unit)
             if cast is None:
-                return None
+                return args, kwargs
             return cast_floating(args, cast), cast_floating(kwargs, cast)
 
         return before
@@ -200,7 +224,7 @@ class FSDPState:
     def _unit_post_hook(self, unit: int, last_module: bool) -> Callable[..., None]:
         engine = self.engine
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(output: Any) -> None:
             engine.after_forward(unit, _hook_outputs(engine, unit, output), last_module)
 
         return after
@@ -234,13 +258,13 @@ class FSDPState:
                 engine.end_forward(follows)
         except BaseException:
             if not recomputed:  # checkpointing ends a recomputation early by an exception, and the backward goes on
-                self._abort_quietly()
+                self._quietly(engine.abort)
             raise
         return output
 
-    def _abort_quietly(self) -> None:
+    def _quietly(self, clean_up: Callable[[], None]) -> None:
         try:
-            self.engine.abort()
+            clean_up()
         except RuntimeError as error:  # a dead peer, as a rule; the exception on its way says more
             logger.debug("while cleaning up after an exception: %s", error)
 

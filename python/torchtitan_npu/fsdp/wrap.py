@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan_npu.fsdp.activation_checkpointing import ActivationCheckpointing
 from torchtitan_npu.fsdp.clip import clip_grad_norm
 from torchtitan_npu.fsdp.grouping import WrapPolicy
 from torchtitan_npu.fsdp.initialize import ParamInitFn
@@ -60,7 +61,9 @@ class FSDP(metaclass=_WrapOnCall):
         init_seed: seed of that initialisation; default: rank 0's ``torch.initial_seed()``.
         communicator: ``"auto"`` (shared memory where all ranks are on one machine, else c10d), ``"shared_memory"`` or
         ``"c10d"``.
-        activation_checkpointing: only False yet.
+        activation_checkpointing: True: recompute each unit in backward instead of keeping its activations;
+            ``"selective"``: keep the results of attention and of every second matrix product, recompute the rest; a
+            predicate over modules: recompute those it chooses. The same numbers, less memory, more compute.
 
     Raises ValueError for bad arguments, ``PeerError`` when other ranks do not join.
     """
@@ -141,7 +144,7 @@ def _wrap(
     param_init_fn: ParamInitFn | None = None,
     init_seed: int | None = None,
     communicator: str = "auto",
-    activation_checkpointing: bool = False,
+    activation_checkpointing: ActivationCheckpointing = False,
 ) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ValueError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
@@ -150,10 +153,6 @@ def _wrap(
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
         raise ValueError(
             f"mixed_precision must be a MixedPrecisionPolicy or None, got {type(mixed_precision).__name__}"
-        )
-    if activation_checkpointing is not False:
-        raise ValueError(
-            "not supported yet: activation_checkpointing; wrap the blocks with torch.utils.checkpoint yourself"
         )
     policy = mixed_precision or MixedPrecisionPolicy()
     ranks = resolve_mesh(device_mesh)
@@ -173,6 +172,7 @@ def _wrap(
         communicator=communicator,
         param_init_fn=param_init_fn,
         init_seed=init_seed,
+        activation_checkpointing=activation_checkpointing,
     )
     install_state_dict_hooks(module, state)
     original = type(module)
