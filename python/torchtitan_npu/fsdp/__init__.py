@@ -2,6 +2,7 @@
 
 from torchtitan_npu._C import PeerError
 from torchtitan_npu.fsdp.clip import clip_grad_norm as clip_grad_norm_
+from torchtitan_npu.fsdp.grad_scaler import GradScaler
 from torchtitan_npu.fsdp.grouping import fully_shard
 from torchtitan_npu.fsdp.initialize import materialize
 from torchtitan_npu.fsdp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
@@ -14,6 +15,7 @@ from torchtitan_npu.fsdp.wrap import FSDP
 __all__ = [
     "FSDP",
     "FSDPPlan",
+    "GradScaler",
     "MixedPrecisionPolicy",
     "PeerError",
     "Piece",
