@@ -46,9 +46,7 @@ CHOICES: dict[str, Any] = {
 @on_ranks(1, 3)
 def test_the_same_numbers_and_two_gathers_per_unit(choice: str, cap: float | None, communicator: str) -> None:
     """cap 0.0005: every parameter a bucket; 0.02: two blocks of 10,080 bytes each are one unit."""
-    twin = Twin(
-        SmallModel, activation_checkpointing=CHOICES[choice], bucket_cap_mb=cap, communicator=communicator
-    )
+    twin = Twin(SmallModel, activation_checkpointing=CHOICES[choice], bucket_cap_mb=cap, communicator=communicator)
     twin.train(3)
     assert twin.counters.gathers <= 3 * 2 * len(twin.state.plan.units)
     assert twin.counters.overflow_places == 0
@@ -367,7 +365,9 @@ class Middle(nn.Module):
 def test_a_unit_twice_in_reentrant_checkpoints_is_refused() -> None:
     """Each nested backward gives the unit's gradient of its own, the second one after the first was reduced."""
     twin = Twin(lambda: Reentrant("twice"))
-    with pytest.raises(RuntimeError, match="received another gradient after its bucket was reduced.*use_reentrant=False"):
+    with pytest.raises(
+        RuntimeError, match="received another gradient after its bucket was reduced.*use_reentrant=False"
+    ):
         next_token_loss(twin.model, tokens_for(0, twin.rank)).backward()
     twin.model.zero_grad()
     for model in (twin.model, twin.plain):

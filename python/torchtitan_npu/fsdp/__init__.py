@@ -1,6 +1,7 @@
 """Fully sharded data parallel on the native engine."""
 
 from torchtitan_npu._C import PeerError
+from torchtitan_npu.fsdp.activation_checkpointing import recompute_activations
 from torchtitan_npu.fsdp.clip import clip_grad_norm as clip_grad_norm_
 from torchtitan_npu.fsdp.grad_scaler import GradScaler
 from torchtitan_npu.fsdp.grouping import fully_shard
@@ -27,5 +28,6 @@ __all__ = [
     "materialize",
     "optimizer_state_dict",
     "plan_model",
+    "recompute_activations",
     "save_full",
 ]

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchtitan_npu.fsdp.module_call import Call
+from torchtitan_npu.fsdp.grouping import find_units
+from torchtitan_npu.fsdp.module_call import Call, surround
 
 ActivationCheckpointing = bool | Literal["selective"] | Callable[[nn.Module], bool]
 """What ``FSDP(…, activation_checkpointing=…)`` takes.
@@ -106,6 +107,15 @@ class _Twofold:
             self._before_again()
         self._again = True
         return self._call(*args)
+
+
+def recompute_activations(model: nn.Module, option: ActivationCheckpointing) -> None:
+    """Does to a model that FSDP does not wrap what ``FSDP(model, activation_checkpointing=option)`` does: in place,
+    without new names.
+    """
+    units = [module for unit in find_units(model, None)[1:] for module in unit.modules] if option is not False else []
+    for module in chosen_modules(model, units, option):
+        surround(module, Recomputed(selective=option == "selective"))
 
 
 def chosen_modules(model: nn.Module, units: Iterable[nn.Module], option: ActivationCheckpointing) -> list[nn.Module]:

@@ -21,8 +21,8 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a model whose gradients are sharded; used in the same way.
 
     An overflow is a fact of one parameter and so of the ranks that hold a piece of it; here all ranks learn of it in
-    ``unscale_`` (or in ``step``, which calls it), so that all skip the same steps and all scales stay equal. ``scale``,
-    ``unscale_``, ``step`` and ``update`` must be called alike on all ranks; one small all-reduce per optimizer and step.
+    ``unscale_`` (or in ``step``, which calls it), so that all skip the same steps and all scales stay equal. All ranks
+    must call the methods alike; what is exchanged is one small all-reduce per optimizer and step.
     With clipping: ``scaler.unscale_(optimizer)``, then ``model.clip_grad_norm_(…)``, then ``scaler.step(optimizer)``.
 
     Arguments:
@@ -76,6 +76,12 @@ class GradScaler(torch.amp.GradScaler):
             agreed[1] = 1
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         return {found_inf.device: agreed[0].to(found_inf.device)} if agreed[1] else {}
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """After ``unscale_(optimizer)``: whether some rank found a gradient that is not finite, so that ``step`` will
+        skip. The same on all ranks.
+        """
+        return self.is_enabled() and any(float(f) > 0 for f in self._found_inf_per_device(optimizer).values())
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """As in torch; counts ``skipped_steps``."""
