@@ -87,11 +87,23 @@ class Recomputed:
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if self._options:
+            _refuse_compiled(call)
         if kwargs:  # closed over: checkpoint would take some names for its own options
             call = functools.partial(call, **kwargs)
         if self._before_recomputation is not None:
             call = _Twofold(call, self._before_recomputation)
         return checkpoint(call, *args, use_reentrant=False, **self._options)
+
+
+def _refuse_compiled(call: Call) -> None:
+    module: Any = getattr(call, "__self__", None)
+    if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_torchdynamo_orig_callable"):
+        raise RuntimeError(
+            f"not supported: activation_checkpointing='selective' with a {type(module).__name__} that is compiled by "
+            "itself: generated code writes again into the results that are to be kept. Compile the whole model, or use "
+            "activation_checkpointing=True"
+        )
 
 
 class _Twofold:
