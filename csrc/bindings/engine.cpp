@@ -26,8 +26,8 @@ using tt::fsdp::EngineCounters;
 using tt::fsdp::Schedule;
 using tt::fsdp::ShardPlan;
 
-// `owner` is a weak reference to a Python object with methods _expose(unit, gathered) and _log(message): the engine
-// must not keep the module tree alive that keeps the engine alive.
+// `owner` is a weak reference to a Python object with methods _expose(unit, gathered), _wrap_gradient(tensor) and
+// _log(message): the engine must not keep the module tree alive that keeps the engine alive.
 tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   const auto held = std::shared_ptr<py::weakref>(new py::weakref(owner), [](py::weakref* reference) {
     const py::gil_scoped_acquire gil;
@@ -47,6 +47,15 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   tt::EngineCallbacks callbacks;
   callbacks.expose = [call](std::int32_t unit, bool gathered) { call("_expose", unit, gathered); };
   callbacks.log = [call](const std::string& message) { call("_log", message); };
+  callbacks.wrap_gradient = [held](const at::Tensor& gradient) {
+    const py::gil_scoped_acquire gil;
+    try {
+      const py::object target = (*held)();
+      return target.is_none() ? gradient : py::cast<at::Tensor>(target.attr("_wrap_gradient")(gradient));
+    } catch (py::error_already_set& error) {
+      throw tt::Error(error.what());
+    }
+  };
   callbacks.check_signals = [] {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {

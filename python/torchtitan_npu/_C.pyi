@@ -343,7 +343,9 @@ class Engine:
     def __init__(
         self, plan: ShardPlan, schedule: Schedule, communicator: Communicator, owner: ReferenceType[Any]
     ) -> None:
-        """``owner``: weak reference to an object with ``_expose(unit, gathered)`` and ``_log(message)``."""
+        """``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_wrap_gradient(tensor)`` and
+        ``_log(message)``.
+        """
     def master(self, bucket: int) -> torch.Tensor:
         """This rank's shard of the bucket: 1-D, ``shard_numel`` elements of the master dtype."""
     def gathered_view(self, param: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

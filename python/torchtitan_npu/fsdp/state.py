@@ -19,6 +19,7 @@ from torchtitan_npu import _C
 from torchtitan_npu.fsdp.activation_checkpointing import ActivationCheckpointing, Recomputed, chosen_modules
 from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.grad_scaler import has_scaler
+from torchtitan_npu.fsdp.gradient import GradientPiece
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
 from torchtitan_npu.fsdp.module_call import Around, Call, surround
@@ -304,6 +305,10 @@ class FSDPState:
             else:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded
+
+    def _wrap_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What ``.grad`` of a piece will be; ``gradient`` is a view of the shard of gradients."""
+        return GradientPiece.of(gradient, self.ranks.group)
 
     def _log(self, message: str) -> None:
         logger.warning("rank %d: %s", self.ranks.ranks[self.ranks.index], message)

@@ -78,11 +78,13 @@ class FSDP(metaclass=_WrapOnCall):
         call = super().__call__  # type: ignore[misc]
         return call(*args, **kwargs) if state is None else state.run_root(call, args, kwargs)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scales gradients so that their global norm is at most ``max_norm``; returns the norm before, a 0-d
-        tensor, on all ranks.
+        tensor, on all ranks. ``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` does the same, more slowly.
         """
-        return clip_grad_norm(_module(self), max_norm, norm_type)
+        return clip_grad_norm(_module(self), max_norm, norm_type, error_if_nonfinite)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
