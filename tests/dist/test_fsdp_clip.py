@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -232,13 +233,17 @@ def test_gradients_are_tensors_like_any_other() -> None:
     twin.check_gradients()
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@on_ranks(2)
-def test_a_compiled_optimizer(foreach: bool) -> None:
-    twin = Twin(SmallModel)
-    ours = torch.optim.AdamW(twin.model.parameters(), lr=1e-2, foreach=foreach)
-    theirs = torch.optim.AdamW(twin.plain.parameters(), lr=1e-2, foreach=foreach)
-    update = torch.compile(ours.step, backend="aot_eager")
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="inductor needs a C++ compiler: neither g++ nor clang++ is here",
+)
+@on_ranks(2, timeout=120)
+def test_a_compiled_optimizer() -> None:
+    """Generated C++ rounds otherwise: 1e-6 of weights near 1, which then start the next step alike."""
+    twin = Twin(lambda: SmallModel(layers=1))
+    ours = torch.optim.SGD(twin.model.parameters(), lr=1e-2, momentum=0.9)
+    theirs = torch.optim.SGD(twin.plain.parameters(), lr=1e-2, momentum=0.9)
+    update = torch.compile(ours.step, backend="inductor")
     for step in range(2):
         twin.backward(step)
         twin.check_gradients()

@@ -6,7 +6,8 @@ not sharded. Without that they would clip every rank by the norm of its own part
 
 torch offers no hook for it, but its clipping asks each gradient for its norm and combines the norms, and a subclass
 sees both. It costs about 1.5 µs per parameter and look of an optimizer at ``p.grad`` in Python; kernels, foreach and
-fused ones too, run as for plain tensors, and results of operations are plain tensors.
+fused ones too, run as for plain tensors, and results of operations are plain tensors. An optimizer that is compiled
+works with inductor; the backend aot_eager refuses subclasses in its check of the first call.
 """
 
 from __future__ import annotations
