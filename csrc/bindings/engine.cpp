@@ -27,7 +27,8 @@ using tt::fsdp::EngineCounters;
 using tt::fsdp::Schedule;
 using tt::fsdp::ShardPlan;
 
-// `owner` is a weak reference to a Python object with methods _expose(unit, gathered), _prepare(unit) and
+// `owner` is a weak reference to a Python object with methods _expose(unit, gathered), _prepare(unit),
+// _wrap_gradient(tensor) and
 // _log(message): the engine must not keep the module tree alive that keeps the engine alive.
 tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   const auto held = std::shared_ptr<py::weakref>(new py::weakref(owner), [](py::weakref* reference) {
@@ -49,6 +50,15 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   callbacks.expose = [call](std::int32_t unit, bool gathered) { call("_expose", unit, gathered); };
   callbacks.prepare = [call](std::int32_t unit) { call("_prepare", unit); };
   callbacks.log = [call](const std::string& message) { call("_log", message); };
+  callbacks.wrap_gradient = [held](const at::Tensor& gradient) {
+    const py::gil_scoped_acquire gil;
+    try {
+      const py::object target = (*held)();
+      return target.is_none() ? gradient : py::cast<at::Tensor>(target.attr("_wrap_gradient")(gradient));
+    } catch (py::error_already_set& error) {
+      throw tt::Error(error.what());
+    }
+  };
   callbacks.check_signals = [] {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {
@@ -141,6 +151,9 @@ void bind_engine(py::module_& m) {
           },
           py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
       .def("refresh", &tt::TorchEngine::refresh, py::arg("unit"))
+      .def(
+          "before_backward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_backward(unit); },
+          py::arg("unit"), ReleaseGil())
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))
       .def(
           "set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); }, py::arg("reduce"))

@@ -256,7 +256,8 @@ std::byte* TorchEngine::gradient_shard(std::int32_t bucket) {
     for (const std::int32_t param : plan_->buckets()[static_cast<std::size_t>(bucket)].params) {
       auto& p = params_[static_cast<std::size_t>(param)];
       const auto piece = plan_->piece(param, comm_->rank());
-      p.gradient_view = gradient.narrow(0, piece.shard_offset, piece.numel).view(p.sharded.sizes());
+      p.gradient_view =
+          callbacks_.wrap_gradient(gradient.narrow(0, piece.shard_offset, piece.numel).view(p.sharded.sizes()));
     }
   }
   return static_cast<std::byte*>(gradient.mutable_data_ptr());

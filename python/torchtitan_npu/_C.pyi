@@ -357,7 +357,8 @@ class Engine:
         owner: ReferenceType[Any],
         device: torch.device,
     ) -> None:
-        """``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)`` and
+        """``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)``,
+        ``_wrap_gradient(tensor)`` and
         ``_log(message)``.
         """
     def master(self, bucket: int) -> torch.Tensor:
@@ -373,6 +374,8 @@ class Engine:
         """Takes over what was done to the sharded leaves of the unit (-1: of all) since the last forward:
         ``requires_grad_()``, ``p.data = …``. Raises Error for what cannot be.
         """
+    def before_backward(self, unit: int) -> None:
+        """Only inside a backward pass. Gathers the unit, if it is not; it is freed after its gradients."""
     def hook_outputs(self, unit: int, outputs: Sequence[torch.Tensor]) -> None: ...
     def set_reduce(self, reduce: bool) -> None: ...
     def abort(self) -> None: ...

@@ -79,7 +79,6 @@ def test_bad_options() -> None:
         ({"communicator": "nccl"}, "communicator must be one of auto, shared_memory, c10d, got 'nccl'"),
         ({"prefetch": -1}, r"prefetch must be a whole number of units, 0 \(gather at use\) or more, got -1"),
         ({"prefetch": True}, "prefetch must be .* got True"),
-        ({"activation_checkpointing": True}, "not supported yet: activation_checkpointing"),
         ({"auto_wrap_policy": lambda m: isinstance(m, nn.ModuleList)}, "chose 'layers', a container without a forward"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -92,7 +92,7 @@ class TrainingConfig:
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms; an operator without one is an error."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations in backward instead of keeping them."""
+    """Recompute each block's activations in backward; selective keeps what is dear: attention, every second product."""
     log_interval: PositiveInt = 10
     """Optimizer steps between log lines; step 1 is always logged."""
     resume: str = "auto"
@@ -112,7 +112,7 @@ class ParallelConfig:
     strategy: Literal["fsdp", "ddp", "hsdp"] = "fsdp"
     """fsdp shards parameters, gradients and optimizer; ddp replicates them; hsdp shards inside each group of ranks."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Number format of compute and of the gathered parameters; the master copy stays fp32."""
+    """Number format of compute and of the gathered parameters; the master copy stays fp32. fp16 scales the loss."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which gradients are summed over ranks."""
     reshard_after_forward: bool | None = None

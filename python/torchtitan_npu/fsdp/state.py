@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_npu import _C
+from torchtitan_npu.fsdp.activation_checkpointing import ActivationCheckpointing, Recomputed, chosen_modules
 from torchtitan_npu.fsdp.communicator import make_communicator
+from torchtitan_npu.fsdp.grad_scaler import has_scaler
+from torchtitan_npu.fsdp.gradient import GradientPiece
 from torchtitan_npu.fsdp.grouping import owners
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
+from torchtitan_npu.fsdp.module_call import Around, Call, module_of, restore_call, surround
 from torchtitan_npu.fsdp.plan import FSDPPlan
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 from torchtitan_npu.fsdp.tensors import cast_floating, tensors_in
@@ -83,7 +87,11 @@ class FSDPState:
         device: torch.device,
         param_init_fn: ParamInitFn | None = None,
         init_seed: int | None = None,
+        activation_checkpointing: ActivationCheckpointing = False,
     ) -> None:
+        unit_modules = [module for unit in plan.module_units[1:] for module in unit.modules]
+        self.recomputed = chosen_modules(model, unit_modules, activation_checkpointing)
+        self.selective = activation_checkpointing == "selective"
         self.plan = plan
         self.ranks = ranks
         self.policy = policy
@@ -99,6 +107,9 @@ class FSDPState:
         self.whole: dict[str, nn.Parameter] = {}
         """Whole parameters that stand in the modules inside ``full_params``, by name."""
         self._register_owners(model)
+        self._warns_of_float16 = ranks.index == 0 and any(
+            info.requires_grad and info.param_dtype == torch.float16 for info in plan.params
+        )
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
         self.engine = _C.Engine(
@@ -107,7 +118,7 @@ class FSDPState:
         self._shard(model, param_init_fn, init_seed)
         self._unlock_buffers(model)
         self._place_buffers(model)
-        self._hook_units()
+        self._surround_calls()
         if ranks.index == 0:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
 
@@ -231,30 +242,27 @@ class FSDPState:
                     self.original_buffer_dtypes[module, key] = buffer.dtype
                     module._buffers[key] = buffer.to(cast)
 
-    def _hook_units(self) -> None:
+    def _surround_calls(self) -> None:
+        unit_of = {m: i for i, unit in enumerate(self.plan.module_units) if i > 0 for m in unit.modules}
+        for module in self.recomputed:  # inside what gathers, so first
+            begins = functools.partial(self.engine.before_backward, unit_of[module]) if module in unit_of else None
+            surround(module, Recomputed(self.selective, begins))
         for index, unit in enumerate(self.plan.module_units):
             if index == 0:
                 continue  # the root's call is wrapped by FSDP.__call__
             for module in unit.modules:
-                last = module is unit.modules[-1]
-                before = module.register_forward_pre_hook(self._unit_pre_hook(index), prepend=True, with_kwargs=True)
-                # Also after an exception, when the unit was called by itself and nothing else would clean up.
-                after = module.register_forward_hook(self._unit_post_hook(index, last), always_call=True)
-                remake_before = partial(FSDPState._unit_pre_hook, unit=index)
-                remake_after = partial(FSDPState._unit_post_hook, unit=index, last_module=last)
-                self.hooks += [
-                    InstalledHook(module, "_forward_pre_hooks", before.id, remake_before),
-                    InstalledHook(module, "_forward_hooks", after.id, remake_after),
-                ]
+                surround(module, self._unit_call(index, module is unit.modules[-1]))
 
     def copy(self) -> FSDPState:
         """The same shards under an engine of their own, for a copy of the model that ``attach`` names. Collective."""
         new = FSDPState.__new__(FSDPState)
-        new.plan, new.ranks, new.policy, new.communicator = self.plan, self.ranks, self.policy, self.communicator
+        new.plan, new.ranks, new.policy, new.device = self.plan, self.ranks, self.policy, self.device
+        new.communicator, new.recomputed, new.selective = self.communicator, self.recomputed, self.selective
+        new._warns_of_float16 = self._warns_of_float16
         new.hooks, new.forward_methods, new.whole, new.original_buffer_dtypes = [], {}, {}, {}
         new._slots = [[] for _ in self._slots]
-        communicator = make_communicator(self.ranks, self.communicator)
-        new.engine = _C.Engine(self.plan.native, self.plan.schedule, communicator, weakref.ref(new))
+        communicator = make_communicator(self.ranks, self.communicator, self.device)
+        new.engine = _C.Engine(self.plan.native, self.plan.schedule, communicator, weakref.ref(new), self.device)
         new.params = []
         for index, param in enumerate(self.params):
             values = param.sharded.detach().reshape(-1)
@@ -271,6 +279,10 @@ class FSDPState:
         self._register_owners(model)
         self._slots = [[(memo[id(holder)], key, i) for holder, key, i in slots] for slots in of._slots]
         self.original_buffer_dtypes = {(memo[id(m)], key): d for (m, key), d in of.original_buffer_dtypes.items()}
+        self.recomputed = [memo[id(m)] for m in of.recomputed]
+        for module in model.modules():
+            restore_call(module)  # of the state that was copied
+        self._surround_calls()
         for hook in of.hooks:
             module = memo[id(hook.module)]
             table, made = getattr(module, hook.table), hook.make(self)
@@ -286,11 +298,28 @@ class FSDPState:
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
+    def _unit_call(self, unit: int, last_module: bool) -> Around:
+        before, after = self._unit_pre_hook(unit), self._unit_post_hook(unit, last_module)
+
+        def around(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            try:
+                args, kwargs = before(call, args, kwargs)
+                output = call(*args, **kwargs)
+            except BaseException:
+                # A unit that was called by itself: nothing else would clean up.
+                self._quietly(functools.partial(after, None))
+                raise
+            after(output)
+            return output
+
+        return around
+
     def _unit_pre_hook(self, unit: int) -> Callable[..., Any]:
         engine, cast = self.engine, self.input_dtype()
         known = frozenset(id(module) for module in self.plan.module_units[unit].modules)
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            module = module_of(call)
             if id(module) not in known:
                 raise RuntimeError(
                     f"this {type(module).__name__} is a copy of a part of an FSDP model and holds this rank's pieces "
@@ -298,7 +327,7 @@ class FSDPState:
                 )
             engine.before_forward(unit)
             if cast is None:
-                return None
+                return args, kwargs
             return cast_floating(args, cast), cast_floating(kwargs, cast)
 
         return before
@@ -306,7 +335,7 @@ class FSDPState:
     def _unit_post_hook(self, unit: int, last_module: bool) -> Callable[..., None]:
         engine = self.engine
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(output: Any) -> None:
             engine.after_forward(unit, hook_outputs(engine, unit, output), last_module)
 
         return after
@@ -351,20 +380,32 @@ class FSDPState:
             if self.policy.output_dtype is not None:
                 output = cast_floating(output, self.policy.output_dtype)
             follows = hook_outputs(engine, 0, output)
+            if follows and self._warns_of_float16:
+                self._warn_of_float16()
             engine.after_forward(0, follows)
             if not recomputed:
                 engine.end_forward(follows)
         except BaseException:
             if not recomputed:  # checkpointing ends a recomputation early by an exception, and the backward goes on
-                self._abort_quietly()
+                self._quietly(engine.abort)
             raise
         return output
 
-    def _abort_quietly(self) -> None:
+    def _quietly(self, clean_up: Callable[[], None]) -> None:
         try:
-            self.engine.abort()
+            clean_up()
         except RuntimeError as error:  # a dead peer, as a rule; the exception on its way says more
             logger.debug("while cleaning up after an exception: %s", error)
+
+    def _warn_of_float16(self) -> None:
+        self._warns_of_float16 = False
+        model = self._model()
+        if model is not None and not has_scaler(model):
+            self._log(
+                "the model computes in float16 and no torchtitan_npu.fsdp.GradScaler was made for it: small gradients "
+                "become zero, and one overflow makes the weights NaN. Make scaler = GradScaler(model) and use it like "
+                "torch.amp.GradScaler (torch's own would decide on each rank alone), or use bfloat16 (said once)"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -407,6 +448,10 @@ class FSDPState:
             "parameter.copy_(my part), load_state_dict, or full_params(model, writeback=True)), and change the "
             "module (parametrize, weight_norm, tying) before FSDP(...)"
         )
+
+    def _wrap_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What ``.grad`` of a piece will be; ``gradient`` is a view of the shard of gradients."""
+        return GradientPiece.of(gradient, self.ranks.group)
 
     def _log(self, message: str) -> None:
         logger.warning("rank %d: %s", self.ranks.ranks[self.ranks.index], message)

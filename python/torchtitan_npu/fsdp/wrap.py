@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan_npu.fsdp.activation_checkpointing import ActivationCheckpointing
 from torchtitan_npu.fsdp.clip import clip_grad_norm
 from torchtitan_npu.fsdp.copying import copy_model
 from torchtitan_npu.fsdp.grouping import WrapPolicy
@@ -63,7 +64,9 @@ class FSDP(metaclass=_WrapOnCall):
         device: where the model trains. Default: where its parameters are (the CPU if they are on the meta device).
         communicator: ``"auto"`` (shared memory where all ranks are on one machine, else c10d), ``"shared_memory"`` or
         ``"c10d"``.
-        activation_checkpointing: only False yet.
+        activation_checkpointing: True: recompute each unit in backward instead of keeping its activations;
+            ``"selective"``: keep the results of attention and of every second matrix product, recompute the rest; a
+            predicate over modules: recompute those it chooses. The same numbers, less memory, more compute.
 
     Raises ValueError for bad arguments, ``PeerError`` when other ranks do not join.
     """
@@ -78,11 +81,13 @@ class FSDP(metaclass=_WrapOnCall):
         call = super().__call__  # type: ignore[misc]
         return call(*args, **kwargs) if state is None else state.run_root(call, args, kwargs)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scales gradients so that their global norm is at most ``max_norm``; returns the norm before, a 0-d
-        tensor, on all ranks.
+        tensor, on all ranks. ``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` does the same, more slowly.
         """
-        return clip_grad_norm(_module(self), max_norm, norm_type)
+        return clip_grad_norm(_module(self), max_norm, norm_type, error_if_nonfinite)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,7 +185,7 @@ def _wrap(
     init_seed: int | None = None,
     device: torch.device | str | None = None,
     communicator: str = "auto",
-    activation_checkpointing: bool = False,
+    activation_checkpointing: ActivationCheckpointing = False,
 ) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ValueError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
@@ -189,10 +194,6 @@ def _wrap(
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
         raise ValueError(
             f"mixed_precision must be a MixedPrecisionPolicy or None, got {type(mixed_precision).__name__}"
-        )
-    if activation_checkpointing is not False:
-        raise ValueError(
-            "not supported yet: activation_checkpointing; wrap the blocks with torch.utils.checkpoint yourself"
         )
     policy = mixed_precision or MixedPrecisionPolicy()
     ranks = resolve_mesh(device_mesh)
@@ -215,6 +216,7 @@ def _wrap(
             device=_device_of(module, device),
             param_init_fn=param_init_fn,
             init_seed=init_seed,
+            activation_checkpointing=activation_checkpointing,
         )
     install_state_dict_hooks(module, state)
     original = type(module)
