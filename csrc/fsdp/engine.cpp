@@ -30,6 +30,7 @@ runtime::MemoryLayout layout_of(const ShardPlan& plan, const Arena& arena) {
   layout.places = static_cast<std::uint32_t>(arena.places().size());
   for (const auto& bucket : plan.buckets()) {
     layout.bucket_params.push_back(is_reduced(bucket) ? static_cast<std::uint32_t>(bucket.params.size()) : 0);
+    layout.bucket_units.push_back(static_cast<std::uint32_t>(bucket.unit));
   }
   for (const auto& unit : plan.units()) {
     layout.unit_names.push_back(unit.name);
@@ -390,7 +391,6 @@ void Engine::abort() {
   backward_active_ = false;
   forward_order_.current.clear();
   backward_order_.current.clear();
-  reducer_.abort_round();
   try {
     release_all();
   } catch (...) {
@@ -400,8 +400,11 @@ void Engine::abort() {
       u = Unit{};
     }
     std::fill(place_owner_.begin(), place_owner_.end(), -1);
+    reducer_.abort_round();
     throw;
   }
+  // Last: peers that stop at the same place may still wait for the gathers that were queued.
+  reducer_.abort_round();
 }
 
 }  // namespace tt::fsdp

@@ -223,9 +223,8 @@ void Reducer::fill_gaps(std::int32_t bucket) {
   clear(b.unreduced_reported);
 }
 
-void Reducer::launch(std::int32_t bucket) {
-  fill_gaps(bucket);
-  auto& b = state(bucket);
+runtime::Contribution Reducer::contribution_of(std::int32_t bucket) const {
+  const auto& b = state(bucket);
   runtime::Contribution contribution;
   contribution.bucket = static_cast<std::uint32_t>(bucket);
   contribution.round = round_;
@@ -233,7 +232,13 @@ void Reducer::launch(std::int32_t bucket) {
   contribution.shard_numel = static_cast<std::size_t>(spec(bucket).shard_numel);
   contribution.wire = arena_.wire_dtype(bucket);
   contribution.reported = b.reported;
-  comm_.launch_reduce(contribution);
+  return contribution;
+}
+
+void Reducer::launch(std::int32_t bucket) {
+  fill_gaps(bucket);
+  auto& b = state(bucket);
+  comm_.launch_reduce(contribution_of(bucket));
   b.state = State::kLaunched;
   launched_.push_back(bucket);
 }
@@ -337,9 +342,16 @@ void Reducer::abort_round() {
   for (auto& b : buckets_) {
     clear(b.unreduced_reported);
   }
-  if (reduce_) {
-    comm_.abort_round(round_);
+  std::vector<runtime::Contribution> not_launched;
+  if (reduce_ && comm_.needs_fixed_order()) {
+    for (const std::int32_t bucket : launch_order_) {
+      const State s = state(bucket).state;
+      if (s != State::kLaunched && s != State::kSummed) {
+        not_launched.push_back(contribution_of(bucket));
+      }
+    }
   }
+  comm_.abort_round(round_, not_launched);
   reset_round();
 }
 

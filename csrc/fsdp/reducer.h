@@ -63,6 +63,7 @@ class Reducer {
   void take_slot(std::int32_t bucket);
   bool slot_is_free(std::int32_t slot);
   void fill_gaps(std::int32_t bucket);
+  runtime::Contribution contribution_of(std::int32_t bucket) const;
   void launch(std::int32_t bucket);
   void launch_in_order();
   void sum(std::int32_t bucket);

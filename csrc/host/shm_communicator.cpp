@@ -81,7 +81,7 @@ void ShmCommunicator::allocate(const MemoryLayout& memory) {
     segment_ = std::make_shared<ShmSegment>(share_memory_file(rendezvous, agreement), layout_->total_bytes);
   }
   control_.emplace(segment_->data(), *layout_);
-  wait_ = std::make_unique<PeerWait>(*control_, rank(), names_, memory.unit_names, options_.timeout_seconds);
+  wait_ = std::make_unique<PeerWait>(*control_, rank(), names_, memory, options_.timeout_seconds);
   wait_->set_progress(progress_);
   launched_at_.assign(memory.places, 0);
   launches_.assign(memory.bucket_params.size(), 0);
@@ -266,11 +266,13 @@ void ShmCommunicator::close_round(std::uint64_t round) {
   control().rank(rank()).closed_round.store(round, std::memory_order_release);
 }
 
-void ShmCommunicator::abort_round(std::uint64_t round) {
+void ShmCommunicator::abort_round(std::uint64_t round, std::span<const Contribution> not_launched) {
+  static_cast<void>(not_launched);  // contributions are found by bucket and round, not by their order
   control();
   for (std::uint32_t bucket = 0; bucket < launches_.size(); ++bucket) {
     control_->bucket(rank(), bucket).finished.store(round, std::memory_order_release);
   }
+  control_->rank(rank()).aborted_round.store(round, std::memory_order_release);
   close_round(round);
   control_->header().bell.ring();
 }
@@ -280,8 +282,8 @@ bool ShmCommunicator::has_launched(int peer, std::uint32_t bucket, std::uint64_t
   const std::uint64_t closed = control_->rank(peer).closed_round.load(std::memory_order_acquire);
   if (find_slot(peer, bucket, round)) return true;
   if (closed >= round) {
-    throw_apart(str(wait_->name(peer), " has ended backward pass ", closed, " without the reduction of bucket ", bucket,
-                    " in backward pass ", round, " that ", wait_->my_name(), " waits for"));
+    throw_apart(str(wait_->name(peer), " has ended backward pass ", closed, " without the reduction of ",
+                    wait_->bucket(bucket), " in backward pass ", round, " that ", wait_->my_name(), " waits for"));
   }
   return false;
 }
@@ -298,7 +300,7 @@ void ShmCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t roun
 
 bool ShmCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) {
   check_bucket(bucket);
-  return wait_->wait_or_stuck({WaitKind::kReduce, bucket, round},
+  return wait_->wait_or_stuck({WaitKind::kReduceUnlessStuck, bucket, round},
                               [&](int peer) { return has_launched(peer, bucket, round); });
 }
 

@@ -42,6 +42,7 @@ struct MemoryLayout {
   std::uint32_t places = 0;                  // gather places are numbered 0 .. places-1
   std::vector<std::uint32_t> bucket_params;  // parameters in each bucket that is reduced (0: never reduced)
   std::vector<std::string> unit_names;       // for messages
+  std::vector<std::uint32_t> bucket_units;   // for messages: unit of each bucket, or empty
 };
 
 inline constexpr std::size_t kNoGradient = ~std::size_t{0};
@@ -87,8 +88,9 @@ class Communicator {
   // Every reducible bucket of this round has been launched.
   virtual void close_round(std::uint64_t round) = 0;
   // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more. Peers that
-  // give it up at the same place go on in step; one that waits for what does not come gets PeerError.
-  virtual void abort_round(std::uint64_t round) = 0;
+  // give it up at the same place go on in step; one that waits for what does not come gets PeerError. `not_launched`:
+  // what was left, in the fixed order, where there is one; its data are void.
+  virtual void abort_round(std::uint64_t round, std::span<const Contribution> not_launched) = 0;
   // Whether all ranks have launched (bucket, round).
   virtual bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) = 0;
   virtual void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) = 0;

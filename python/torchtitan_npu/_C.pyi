@@ -281,7 +281,14 @@ def shm_identity() -> str:
 class C10dCommunicator(Communicator):
     """Collectives through two torch process groups of the same ranks: gathers and reductions."""
 
-    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None: ...
+    def __init__(
+        self,
+        gathers: ProcessGroup,
+        reductions: ProcessGroup,
+        *,
+        timeout_seconds: float,
+        global_ranks: Sequence[int] = ...,
+    ) -> None: ...
 
 # ---- engine.cpp ------------------------------------------------------------------------------------------------------
 

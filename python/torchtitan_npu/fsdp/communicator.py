@@ -51,4 +51,4 @@ def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
     # wrapped a small model alone), they would wait under different names. The whole world needs none.
     local = ranks.size < dist.get_world_size()
     groups = [dist.new_group(list(ranks.ranks), use_local_synchronization=local) for _ in range(2)]
-    return _C.C10dCommunicator(*groups)
+    return _C.C10dCommunicator(*groups, timeout_seconds=wait_seconds, global_ranks=list(ranks.ranks))
