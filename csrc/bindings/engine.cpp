@@ -118,12 +118,12 @@ void bind_engine(py::module_& m) {
           "end_forward", [](tt::TorchEngine& self, bool backward) { self.engine().end_forward(backward); },
           py::arg("backward_follows"), ReleaseGil())
       .def(
-          "before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_forward(unit); },
+          "before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.before_forward(unit); },
           py::arg("unit"), ReleaseGil())
       .def(
           "after_forward",
           [](tt::TorchEngine& self, std::int32_t unit, bool backward, bool last_module) {
-            self.engine().after_forward(unit, backward, last_module);
+            self.after_forward(unit, backward, last_module);
           },
           py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))

@@ -50,13 +50,7 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
       client_(client),
       reducer_(plan, arena_, schedule_, comm, device, client),
       units_(plan.units().size()),
-      place_owner_(arena_.places().size(), -1),
-      keeps_until_next_(plan.units().size(), false) {
-  for (const auto& bucket : plan.buckets()) {
-    if (!is_reduced(bucket)) {
-      keeps_until_next_[static_cast<std::size_t>(bucket.unit)] = true;
-    }
-  }
+      place_owner_(arena_.places().size(), -1) {
   comm_.allocate(layout_of(plan, arena_));
 }
 
@@ -268,7 +262,7 @@ void Engine::before_forward(std::int32_t unit) {
   gather(unit);
   if (forward_depth_ == 0 && backward_active_) {
     // Recomputed under activation checkpointing, which may stop before the unit's end: what frees it is its backward.
-    begin_backward_of(unit);
+    begin_backward_of(unit, 0);
     return;
   }
   ++u.forward_uses;
@@ -305,7 +299,7 @@ bool Engine::is_last_of_forward(std::int32_t unit) const {
 // ---- backward
 // ---------------------------------------------------------------------------------------------------------
 
-void Engine::before_backward(std::int32_t unit) {
+void Engine::before_backward(std::int32_t unit, std::uint64_t reached, std::uint64_t began) {
   if (!backward_active_) {
     backward_active_ = true;
     ++counters_.rounds;
@@ -313,26 +307,27 @@ void Engine::before_backward(std::int32_t unit) {
     reducer_.begin_round(reduce_);
     client_.backward_began();
   }
-  auto& u = unit_state(unit);
-  if (u.in_backward) {
-    return;
-  }
-  for (std::size_t other = 0; other < units_.size(); ++other) {
-    auto& o = units_[other];
-    if (o.in_backward && keeps_until_next_[other] && rotates(static_cast<std::int32_t>(other)) &&
-        reducer_.unit_complete(static_cast<std::int32_t>(other))) {
-      finish_backward_of(static_cast<std::int32_t>(other));
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    const auto other = static_cast<std::int32_t>(i);
+    if (other != unit && units_[i].in_backward && reached < units_[i].began && rotates(other)) {
+      finish_backward_of(other);
     }
   }
+  auto& u = unit_state(unit);
+  if (u.in_backward) {
+    u.began = u.began == 0 ? began : std::min(u.began, began);
+    return;
+  }
   gather(unit);
-  begin_backward_of(unit);
+  begin_backward_of(unit, began);
   record_and_prefetch(backward_order_, unit, "backward");
 }
 
-void Engine::begin_backward_of(std::int32_t unit) {
+void Engine::begin_backward_of(std::int32_t unit, std::uint64_t began) {
   auto& u = unit_state(unit);
   if (!u.in_backward) {
     u.in_backward = true;
+    u.began = began;
     client_.expose(unit, true);
   }
 }
@@ -354,15 +349,6 @@ GradientDestination Engine::gradient_destination(std::int32_t param) {
   }
   const Timer timer(counters_.wait_seconds);
   return reducer_.destination(param);
-}
-
-void Engine::gradient_ready(std::int32_t param) {
-  const bool complete = reducer_.gradient_ready(param);
-  const auto bucket = static_cast<std::size_t>(plan_.placement(param).bucket);
-  const std::int32_t unit = plan_.buckets()[bucket].unit;
-  if (complete && rotates(unit) && !keeps_until_next_[static_cast<std::size_t>(unit)] && unit_state(unit).in_backward) {
-    finish_backward_of(unit);
-  }
 }
 
 void Engine::end_backward() {

@@ -151,7 +151,7 @@ GradientDestination Reducer::destination(std::int32_t param) {
   return {slot_memory(b.slot) + offset * size_of(wire), wire, test(b.reported, i)};
 }
 
-bool Reducer::gradient_ready(std::int32_t param) {
+void Reducer::gradient_ready(std::int32_t param) {
   const std::int32_t bucket = plan_.placement(param).bucket;
   auto& b = state(bucket);
   const std::size_t i = index_in_bucket(param);
@@ -172,14 +172,6 @@ bool Reducer::gradient_ready(std::int32_t param) {
     }
     progress();
   }
-  return complete && unit_complete(spec(bucket).unit);
-}
-
-bool Reducer::unit_complete(std::int32_t unit) const {
-  const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(unit)];
-  return std::all_of(of_unit.begin(), of_unit.end(), [&](std::int32_t b) {
-    return !is_reduced(spec(b)) || static_cast<std::size_t>(state(b).num_reported) == spec(b).params.size();
-  });
 }
 
 void Reducer::launch_in_order() {

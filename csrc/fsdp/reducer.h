@@ -30,10 +30,7 @@ class Reducer {
   void begin_round(bool reduce);
   // Between the two calls the caller writes the gradient.
   GradientDestination destination(std::int32_t param);
-  // Returns whether all trainable parameters of the unit have reported in this round.
-  bool gradient_ready(std::int32_t param);
-  // Whether all trainable parameters of the unit have reported in this round.
-  bool unit_complete(std::int32_t unit) const;
+  void gradient_ready(std::int32_t param);
   // Publishes what is left (zeros for parameters that did not report), waits for all ranks, sums everything.
   void end_round();
   // Forgets a round that an exception cut short.

@@ -28,17 +28,20 @@ struct GradientSink : public torch::autograd::AccumulateGrad {
 };
 
 struct BeforeBackward : public torch::autograd::FunctionPreHook {
-  BeforeBackward(std::int32_t unit_index, std::weak_ptr<TorchEngine> owner)
-      : unit(unit_index), engine(std::move(owner)) {}
+  BeforeBackward(std::int32_t unit_index, std::uint64_t node_number, std::uint64_t first,
+                 std::weak_ptr<TorchEngine> owner)
+      : unit(unit_index), node(node_number), began(first), engine(std::move(owner)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (const auto locked = engine.lock()) {
-      in_autograd([&] { locked->engine().before_backward(unit); });
+      in_autograd([&] { locked->engine().before_backward(unit, node, began); });
     }
     return grads;
   }
 
   std::int32_t unit;
+  std::uint64_t node;
+  std::uint64_t began;
   std::weak_ptr<TorchEngine> engine;
 };
 
@@ -49,9 +52,10 @@ torch_compat::GradientNode make_gradient_sink(const at::Tensor& leaf, std::int32
   return c10::make_intrusive<GradientSink>(leaf, param, engine);
 }
 
-std::unique_ptr<torch::autograd::FunctionPreHook> make_before_backward(std::int32_t unit,
+std::unique_ptr<torch::autograd::FunctionPreHook> make_before_backward(std::int32_t unit, std::uint64_t node,
+                                                                       std::uint64_t began,
                                                                        const std::weak_ptr<TorchEngine>& engine) {
-  return std::make_unique<BeforeBackward>(unit, engine);
+  return std::make_unique<BeforeBackward>(unit, node, began, engine);
 }
 
 }  // namespace tt

@@ -1,6 +1,7 @@
 #include "torch/torch_engine.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 
 #include <utility>
 
@@ -19,7 +20,8 @@ TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp
       device_(std::move(device)),
       callbacks_(std::move(callbacks)),
       gradients_(plan_->buckets().size()),
-      params_(plan_->params().size()) {
+      params_(plan_->params().size()),
+      began_(plan_->units().size()) {
   if (comm_->size() != plan_->world_size()) {
     throw ValueError(str("the plan is for ", plan_->world_size(), " ranks, the communicator has ", comm_->size()));
   }
@@ -61,10 +63,25 @@ void TorchEngine::bind(std::int32_t param, const at::Tensor& gathered, const at:
   }
 }
 
+void TorchEngine::before_forward(std::int32_t unit) {
+  began_[static_cast<std::size_t>(unit)].push_back(at::sequence_number::peek());
+  engine_->before_forward(unit);
+}
+
+void TorchEngine::after_forward(std::int32_t unit, bool backward_follows, bool last_module) {
+  auto& began = began_[static_cast<std::size_t>(unit)];
+  if (!began.empty()) {
+    began.pop_back();
+  }
+  engine_->after_forward(unit, backward_follows, last_module);
+}
+
 void TorchEngine::hook_outputs(std::int32_t unit, const std::vector<at::Tensor>& outputs) {
+  const auto& calls = began_[static_cast<std::size_t>(unit)];
+  const std::uint64_t began = calls.empty() ? 0 : calls.back();
   const auto hook = [&](const at::Tensor& tensor) {
     if (const auto node = tensor.grad_fn()) {
-      torch_compat::add_pre_hook(*node, make_before_backward(unit, weak_from_this()));
+      torch_compat::add_pre_hook(*node, make_before_backward(unit, node->sequence_nr(), began, weak_from_this()));
     }
   };
   for (const auto& output : outputs) {
@@ -103,7 +120,12 @@ void TorchEngine::accumulate(std::int32_t param, const at::Tensor& gradient) {
   engine_->gradient_ready(param);
 }
 
-void TorchEngine::abort() { engine_->abort(); }
+void TorchEngine::abort() {
+  for (auto& calls : began_) {
+    calls.clear();
+  }
+  engine_->abort();
+}
 
 void TorchEngine::seat(std::int32_t bucket, std::byte* where) {
   storages_[static_cast<std::size_t>(bucket)].seat(where);

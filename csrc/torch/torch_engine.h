@@ -44,7 +44,10 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   const fsdp::ShardPlan& plan() const { return *plan_; }
   const runtime::Communicator& communicator() const { return *comm_; }
 
-  // Calls before_backward(unit) when a backward pass reaches any of these outputs of the unit.
+  // Around each call of a module of the unit, as the engine's.
+  void before_forward(std::int32_t unit);
+  void after_forward(std::int32_t unit, bool backward_follows, bool last_module);
+  // In between: calls before_backward(unit) when a backward pass reaches any of these outputs of the call.
   void hook_outputs(std::int32_t unit, const std::vector<at::Tensor>& outputs);
   // A gradient arrived for a gathered leaf.
   void accumulate(std::int32_t param, const at::Tensor& gradient);
@@ -81,6 +84,7 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   std::vector<at::Tensor> gradients_;  // per bucket, (S,), made at first use
   std::vector<at::Tensor> extra_;
   std::vector<Param> params_;
+  std::vector<std::vector<std::uint64_t>> began_;  // per unit: torch's sequence number at each call in progress
   std::unique_ptr<fsdp::Engine> engine_;
 };
 

@@ -27,7 +27,7 @@ WIDTH = 7
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
-LEAVES = ("linear", "mlp", "norm", "scalar", "odd", "lora", "experts", "double", "silent")
+LEAVES = ("linear", "mlp", "norm", "scalar", "odd", "lora", "experts", "sometimes", "double", "silent")
 CONTAINERS = ("list", "dict", "attributes")
 
 
@@ -229,6 +229,19 @@ class Experts(nn.Module):
         return torch.tanh(x @ self.weights[choice])
 
 
+class Sometimes(nn.Module):
+    """One parameter that only some ranks use: their gradients are complete earlier than the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        return x + self.extra if choice else x
+
+
 class Silent(nn.Module):
     """Uses its parameter in a way that gives it no gradient."""
 
@@ -248,6 +261,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd,
     "lora": Lora,
     "experts": Experts,
+    "sometimes": Sometimes,
     "double": lambda: Linear(torch.float64),
     "silent": Silent,
 }
