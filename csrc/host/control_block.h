@@ -46,9 +46,9 @@ struct Header {
 
 struct RankState {
   alignas(kCacheLine) std::atomic<std::uint64_t> gathered;  // sequence number of the last gather launched
-  std::atomic<std::uint64_t> closed_round;   // last backward pass that it ended or gave up
-  std::atomic<std::uint64_t> aborted_round;  // last one that it gave up
-  alignas(kCacheLine) std::atomic<std::uint32_t> phase;  // RankPhase; stored after `pid` and `failure`
+  std::atomic<std::uint64_t> closed_round;                  // last backward pass that it ended or gave up
+  std::atomic<std::uint64_t> aborted_round;                 // last one that it gave up
+  alignas(kCacheLine) std::atomic<std::uint32_t> phase;     // RankPhase; stored after `pid` and `failure`
   std::atomic<std::int32_t> pid;
   // Where it is blocked now. For messages, and to tell a slow rank from a deadlock; not for correctness.
   std::atomic<std::uint32_t> waiting;  // WaitKind

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/stress.h"
 #include "host/control_block.h"
 
 namespace tt::host {
@@ -29,6 +30,7 @@ class PeerWait {
   // has not arrived at the deadline; and what `progress` throws.
   template <typename ArrivedFunction>
   void wait(const WaitReason& reason, const ArrivedFunction& arrived) {
+    stress_delay();
     if (all(arrived)) return;
     wait_slowly(reason, arrived, timeout_seconds_, kTimeoutHint, false);
   }
@@ -36,6 +38,7 @@ class PeerWait {
   // As wait(), but returns false when one of those missing is itself blocked in a wait.
   template <typename ArrivedFunction>
   bool wait_or_stuck(const WaitReason& reason, const ArrivedFunction& arrived) {
+    stress_delay();
     if (all(arrived)) return true;
     return wait_slowly(reason, arrived, timeout_seconds_, kTimeoutHint, true);
   }

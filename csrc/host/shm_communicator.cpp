@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/stress.h"
 
 namespace tt::host {
 namespace {
@@ -177,7 +178,9 @@ void ShmCommunicator::launch_gather(std::uint32_t place, const Tag& tag, std::sp
   GatherEntry& entry = control_->entry(rank(), tag.sequence);
   entry.place.store(place, std::memory_order_relaxed);
   entry.unit.store(tag.unit, std::memory_order_relaxed);
+  stress_delay();
   entry.sequence.store(tag.sequence, std::memory_order_release);
+  stress_delay();
   me.gathered.store(tag.sequence, std::memory_order_release);
   control_->header().bell.ring();
 }
@@ -211,6 +214,7 @@ void ShmCommunicator::wait_gather(std::uint32_t place, const Tag& tag) {
 void ShmCommunicator::release(std::uint32_t place) {
   control();
   TT_CHECK(place < launched_at_.size(), "place ", place, " of ", launched_at_.size());
+  stress_delay();
   control_->released(rank(), place).store(launched_at_[place], std::memory_order_release);
   control_->header().bell.ring();
 }
@@ -257,12 +261,14 @@ void ShmCommunicator::launch_reduce(const Contribution& contribution) {
   mine.wire = static_cast<std::uint32_t>(contribution.wire);
   std::fill(mask.begin(), mask.end(), 0);
   std::copy(contribution.reported.begin(), contribution.reported.end(), mask.begin());
+  stress_delay();
   mine.round.store(contribution.round, std::memory_order_release);
   ++launches_[bucket];
   control_->header().bell.ring();
 }
 
 void ShmCommunicator::close_round(std::uint64_t round) {
+  stress_delay();
   control().rank(rank()).closed_round.store(round, std::memory_order_release);
 }
 
@@ -340,6 +346,7 @@ std::vector<const std::byte*> ShmCommunicator::my_segment_everywhere(std::uint32
 
 void ShmCommunicator::finish_reduce(std::uint32_t bucket, std::uint64_t round) {
   check_bucket(bucket);
+  stress_delay();
   control_->bucket(rank(), bucket).finished.store(round, std::memory_order_release);
   control_->header().bell.ring();
 }
