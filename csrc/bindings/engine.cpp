@@ -1,4 +1,5 @@
 // Python view of the engine.
+#include <ATen/SequenceNumber.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -70,11 +71,10 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   return callbacks;
 }
 
-Schedule make_schedule(std::vector<bool> reshard_after_forward, std::vector<std::int32_t> parents, std::int32_t nesting,
-                       std::int32_t prefetch, std::optional<tt::DType> reduce_dtype) {
+Schedule make_schedule(std::vector<bool> reshard_after_forward, std::int32_t nesting, std::int32_t prefetch,
+                       std::optional<tt::DType> reduce_dtype) {
   Schedule schedule;
   schedule.reshard_after_forward = std::move(reshard_after_forward);
-  schedule.parents = std::move(parents);
   schedule.nesting = nesting;
   schedule.prefetch = prefetch;
   schedule.has_reduce_dtype = reduce_dtype.has_value();
@@ -89,9 +89,8 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 void bind_engine(py::module_& m) {
   py::class_<Schedule>(m, "Schedule",
                        "How units are used over time: the part of the memory plan that shapes do not give.")
-      .def(py::init(&make_schedule), py::kw_only(), py::arg("reshard_after_forward"),
-           py::arg("parents") = std::vector<std::int32_t>{}, py::arg("nesting") = 1, py::arg("prefetch") = 1,
-           py::arg("reduce_dtype") = py::none());
+      .def(py::init(&make_schedule), py::kw_only(), py::arg("reshard_after_forward"), py::arg("nesting") = 1,
+           py::arg("prefetch") = 1, py::arg("reduce_dtype") = py::none());
 
   py::class_<Arena>(m, "Arena", "Sizes of gather and reduce memory, in bytes. Needs no device.")
       .def(py::init<const ShardPlan&, const Schedule&>(), py::arg("plan"), py::arg("schedule"))
@@ -147,13 +146,17 @@ void bind_engine(py::module_& m) {
       .def(
           "after_forward",
           [](tt::TorchEngine& self, std::int32_t unit, bool backward, bool last_module) {
-            self.engine().after_forward(unit, backward, last_module);
+            self.after_forward(unit, backward, last_module);
           },
           py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
       .def("refresh", &tt::TorchEngine::refresh, py::arg("unit"))
+      .def_static("sequence_number", [] { return at::sequence_number::peek(); })
       .def(
-          "before_backward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_backward(unit); },
-          py::arg("unit"), ReleaseGil())
+          "before_recomputation",
+          [](tt::TorchEngine& self, std::int32_t unit, std::uint64_t began, std::uint64_t ended) {
+            self.engine().before_backward(unit, ended, began);
+          },
+          py::arg("unit"), py::arg("began"), py::arg("ended"), ReleaseGil())
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))
       .def(
           "set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); }, py::arg("reduce"))

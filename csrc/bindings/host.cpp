@@ -108,9 +108,14 @@ void bind_collectives(py::module_& m) {
           [](Communicator& self, std::size_t gather_bytes, std::size_t reduce_bytes, std::uint32_t places,
              std::vector<std::uint32_t> bucket_params, std::vector<std::string> unit_names,
              std::size_t gather_reserved_bytes, std::size_t reduce_reserved_bytes) {
-            self.allocate({gather_bytes, std::max(gather_bytes, gather_reserved_bytes), reduce_bytes,
-                           std::max(reduce_bytes, reduce_reserved_bytes), places, std::move(bucket_params),
-                           std::move(unit_names)});
+            self.allocate({gather_bytes,
+                           std::max(gather_bytes, gather_reserved_bytes),
+                           reduce_bytes,
+                           std::max(reduce_bytes, reduce_reserved_bytes),
+                           places,
+                           std::move(bucket_params),
+                           std::move(unit_names),
+                           {}});
           },
           py::kw_only(), py::arg("gather_bytes"), py::arg("reduce_bytes"), py::arg("places"), py::arg("bucket_params"),
           py::arg("unit_names"), py::arg("gather_reserved_bytes") = 0, py::arg("reduce_reserved_bytes") = 0, Release())

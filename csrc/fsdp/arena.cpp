@@ -25,9 +25,6 @@ Arena::Arena(const ShardPlan& plan, const Schedule& schedule) {
     throw ValueError(str("reshard_after_forward has ", schedule.reshard_after_forward.size(), " entries for ",
                          units.size(), " units"));
   }
-  if (!schedule.parents.empty() && schedule.parents.size() != units.size()) {
-    throw ValueError(str("parents has ", schedule.parents.size(), " entries for ", units.size(), " units"));
-  }
   if (schedule.prefetch < 0 || schedule.nesting < 1) {
     throw ValueError(str("prefetch must be >= 0 and nesting >= 1, got ", schedule.prefetch, " and ", schedule.nesting));
   }

@@ -22,7 +22,6 @@ namespace tt::fsdp {
 // How units are used over time; the part of the memory plan that shapes alone do not give.
 struct Schedule {
   std::vector<bool> reshard_after_forward;  // per unit
-  std::vector<std::int32_t> parents;        // per unit: the unit around it, or -1; empty: no unit contains another
   std::int32_t nesting = 1;                 // most units that reshard and contain one another
   std::int32_t prefetch = 1;                // units gathered ahead of use
   DType reduce_dtype = DType::kFloat32;     // sum dtype asked for; the wire is the narrower of it and param_dtype

@@ -30,6 +30,7 @@ runtime::MemoryLayout layout_of(const ShardPlan& plan, const Arena& arena) {
   layout.places = static_cast<std::uint32_t>(arena.places().size());
   for (const auto& bucket : plan.buckets()) {
     layout.bucket_params.push_back(is_reduced(bucket) ? static_cast<std::uint32_t>(bucket.params.size()) : 0);
+    layout.bucket_units.push_back(static_cast<std::uint32_t>(bucket.unit));
   }
   for (const auto& unit : plan.units()) {
     layout.unit_names.push_back(unit.name);
@@ -62,13 +63,7 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
       units_(plan.units().size()),
       place_owner_(arena_.places().size(), -1),
       masters_ready_(device),
-      gathered_in_vain_(device),
-      keeps_until_next_(plan.units().size(), false) {
-  for (const auto& bucket : plan.buckets()) {
-    if (!is_reduced(bucket)) {
-      keeps_until_next_[static_cast<std::size_t>(bucket.unit)] = true;
-    }
-  }
+      gathered_in_vain_(device) {
   for (std::size_t place = 0; place < arena_.places().size(); ++place) {
     place_left_.emplace_back(device);
   }
@@ -215,9 +210,10 @@ void Engine::release(std::int32_t unit) {
 
 void Engine::release_all() {
   // What is gathered first: ranks that end a pass together then find every place free.
-  for (const State state : {State::kGathered, State::kLaunched, State::kQueued}) {
+  for (const bool gathered : {true, false}) {
     for (std::size_t u = 0; u < units_.size(); ++u) {
-      if (units_[u].state == state) {
+      // Not by state alone: the release of one that is queued launches others.
+      if (units_[u].state != State::kSharded && (units_[u].state == State::kGathered || !gathered)) {
         release(static_cast<std::int32_t>(u));
       }
     }
@@ -303,7 +299,7 @@ void Engine::before_forward(std::int32_t unit) {
   gather(unit);
   if (forward_depth_ == 0 && backward_active_) {
     // Recomputed under activation checkpointing, which may stop before the unit's end: what frees it is its backward.
-    begin_backward_of(unit);
+    begin_backward_of(unit, 0);
     return;
   }
   ++u.forward_uses;
@@ -340,7 +336,7 @@ bool Engine::is_last_of_forward(std::int32_t unit) const {
 // ---- backward
 // ---------------------------------------------------------------------------------------------------------
 
-void Engine::before_backward(std::int32_t unit) {
+void Engine::before_backward(std::int32_t unit, std::uint64_t reached, std::uint64_t began) {
   if (!backward_active_) {
     backward_active_ = true;
     ++counters_.rounds;
@@ -349,36 +345,29 @@ void Engine::before_backward(std::int32_t unit) {
     client_.backward_began();
   }
   reducer_.expect(unit);
-  if (unit_state(unit).in_backward) {
-    return;
-  }
-  for (std::int32_t other = 0; other < static_cast<std::int32_t>(units_.size()); ++other) {
-    // Without a gradient that would end it: only frozen parameters, or none that this rank uses. A unit around it, or
-    // inside, does not end it either.
-    if (unit_state(other).in_backward && rotates(other) && !is_inside(unit, other) && !is_inside(other, unit) &&
-        reducer_.unit_complete(other)) {
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    const auto other = static_cast<std::int32_t>(i);
+    if (other != unit && units_[i].in_backward && reached < units_[i].began && rotates(other)) {
       finish_backward_of(other);
     }
   }
+  auto& u = unit_state(unit);
+  if (u.in_backward) {
+    if (began != 0) {
+      u.began = u.began == 0 ? began : std::min(u.began, began);
+    }
+    return;
+  }
   gather(unit);
-  begin_backward_of(unit);
+  begin_backward_of(unit, began);
   record_and_prefetch(backward_order_, unit, "backward");
 }
 
-bool Engine::is_inside(std::int32_t unit, std::int32_t other) const {
-  while (unit >= 0 && !schedule_.parents.empty()) {
-    unit = schedule_.parents[static_cast<std::size_t>(unit)];
-    if (unit == other) {
-      return true;
-    }
-  }
-  return false;
-}
-
-void Engine::begin_backward_of(std::int32_t unit) {
+void Engine::begin_backward_of(std::int32_t unit, std::uint64_t began) {
   auto& u = unit_state(unit);
   if (!u.in_backward) {
     u.in_backward = true;
+    u.began = began;
     client_.expose(unit, true);
   }
 }
@@ -392,16 +381,6 @@ void Engine::finish_backward_of(std::int32_t unit) {
   }
 }
 
-void Engine::set_trainable(std::int32_t param, bool trainable) {
-  reducer_.set_trainable(param, trainable);
-  const auto& bucket = plan_.buckets()[static_cast<std::size_t>(plan_.placement(param).bucket)];
-  const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(bucket.unit)];
-  keeps_until_next_[static_cast<std::size_t>(bucket.unit)] =
-      std::any_of(of_unit.begin(), of_unit.end(), [&](std::int32_t b) {
-        return !is_reduced(plan_.buckets()[static_cast<std::size_t>(b)]) || reducer_.has_frozen(b);
-      });
-}
-
 GradientDestination Engine::gradient_destination(std::int32_t param) {
   if (!backward_active_) {
     // The unit's outputs did not show that a backward had begun (opaque containers); the gradient itself does.
@@ -410,15 +389,6 @@ GradientDestination Engine::gradient_destination(std::int32_t param) {
   }
   const Timer timer(counters_.wait_seconds);
   return reducer_.destination(param);
-}
-
-void Engine::gradient_ready(std::int32_t param) {
-  const bool complete = reducer_.gradient_ready(param);
-  const auto bucket = static_cast<std::size_t>(plan_.placement(param).bucket);
-  const std::int32_t unit = plan_.buckets()[bucket].unit;
-  if (complete && rotates(unit) && !keeps_until_next_[static_cast<std::size_t>(unit)] && unit_state(unit).in_backward) {
-    finish_backward_of(unit);
-  }
 }
 
 void Engine::end_backward() {
@@ -447,7 +417,6 @@ void Engine::abort() {
   backward_active_ = false;
   forward_order_.current.clear();
   backward_order_.current.clear();
-  reducer_.abort_round();
   try {
     release_all();
   } catch (...) {
@@ -457,8 +426,11 @@ void Engine::abort() {
       u = Unit{};
     }
     std::fill(place_owner_.begin(), place_owner_.end(), -1);
+    reducer_.abort_round();
     throw;
   }
+  // Last: peers that stop at the same place may still wait for the gathers that were queued.
+  reducer_.abort_round();
 }
 
 }  // namespace tt::fsdp

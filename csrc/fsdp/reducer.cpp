@@ -174,7 +174,7 @@ void Reducer::mark_reported(BucketState& b, std::size_t i) {
   }
 }
 
-bool Reducer::gradient_ready(std::int32_t param) {
+void Reducer::gradient_ready(std::int32_t param) {
   const std::int32_t bucket = plan_.placement(param).bucket;
   auto& b = state(bucket);
   const std::size_t i = index_in_bucket(param);
@@ -183,17 +183,9 @@ bool Reducer::gradient_ready(std::int32_t param) {
     set(b.unreduced_reported, i);
   }
   mark_reported(b, i);
-  const bool complete = is_complete(bucket);
-  if (reduce_ && complete && b.state == State::kFilling) {
-    b.state = State::kComplete;
-    if (comm_.needs_fixed_order()) {
-      launch_in_order();
-    } else {
-      launch(bucket);
-    }
-    progress();
+  if (reduce_ && is_complete(bucket) && b.state == State::kFilling) {
+    launch_complete(bucket);
   }
-  return complete && unit_complete(spec(bucket).unit);
 }
 
 void Reducer::expect(std::int32_t unit) {
@@ -214,13 +206,20 @@ void Reducer::expect(std::int32_t unit) {
         ++b.num_absent;
       }
     }
+    if (reduce_ && b.state == State::kIdle && is_complete(bucket)) {  // peers may wait for it
+      launch_complete(bucket);
+    }
   }
 }
 
-bool Reducer::unit_complete(std::int32_t unit) const {
-  const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(unit)];
-  return std::all_of(of_unit.begin(), of_unit.end(),
-                     [&](std::int32_t b) { return !is_reduced(spec(b)) || is_complete(b); });
+void Reducer::launch_complete(std::int32_t bucket) {
+  state(bucket).state = State::kComplete;
+  if (comm_.needs_fixed_order()) {
+    launch_in_order();
+  } else {
+    launch(bucket);
+  }
+  progress();
 }
 
 void Reducer::launch_in_order() {
@@ -288,11 +287,8 @@ void Reducer::fill_gaps(std::int32_t bucket) {
   clear(b.unreduced_reported);
 }
 
-void Reducer::launch(std::int32_t bucket) {
-  const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
-  filled_[static_cast<std::size_t>(bucket)].wait();
-  fill_gaps(bucket);
-  auto& b = state(bucket);
+runtime::Contribution Reducer::contribution_of(std::int32_t bucket) const {
+  const auto& b = state(bucket);
   runtime::Contribution contribution;
   contribution.bucket = static_cast<std::uint32_t>(bucket);
   contribution.round = round_;
@@ -300,7 +296,15 @@ void Reducer::launch(std::int32_t bucket) {
   contribution.shard_numel = static_cast<std::size_t>(spec(bucket).shard_numel);
   contribution.wire = arena_.wire_dtype(bucket);
   contribution.reported = b.reported;
-  comm_.launch_reduce(contribution);
+  return contribution;
+}
+
+void Reducer::launch(std::int32_t bucket) {
+  const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+  filled_[static_cast<std::size_t>(bucket)].wait();
+  fill_gaps(bucket);
+  auto& b = state(bucket);
+  comm_.launch_reduce(contribution_of(bucket));
   b.state = State::kLaunched;
   launched_.push_back(bucket);
 }
@@ -417,9 +421,16 @@ void Reducer::abort_round() {
   for (auto& b : buckets_) {
     clear(b.unreduced_reported);
   }
-  if (reduce_) {
-    comm_.abort_round(round_);
+  std::vector<runtime::Contribution> not_launched;
+  if (reduce_ && comm_.needs_fixed_order()) {
+    for (const std::int32_t bucket : launch_order_) {
+      const State s = state(bucket).state;
+      if (s != State::kLaunched && s != State::kSummed) {
+        not_launched.push_back(contribution_of(bucket));
+      }
+    }
   }
+  comm_.abort_round(round_, not_launched);
   reset_round();
 }
 

@@ -30,15 +30,11 @@ class Reducer {
   void begin_round(bool reduce);
   // Between the two calls the caller writes the gradient.
   GradientDestination destination(std::int32_t param);
-  // Returns unit_complete().
-  bool gradient_ready(std::int32_t param);
+  void gradient_ready(std::int32_t param);
   // The unit's backward begins: finds out which of its parameters will report in this round.
   void expect(std::int32_t unit);
   // A frozen parameter (false) of a reduced bucket is not waited for. The same on all ranks.
   void set_trainable(std::int32_t param, bool trainable);
-  bool has_frozen(std::int32_t bucket) const { return state(bucket).num_frozen > 0; }
-  // Whether all parameters of the unit that are to report in this round have done so.
-  bool unit_complete(std::int32_t unit) const;
   // Publishes what is left (zeros for parameters that did not report), waits for all ranks, sums everything.
   void end_round();
   // Forgets a round that an exception cut short.
@@ -76,7 +72,9 @@ class Reducer {
   bool slot_is_free(std::int32_t slot);
   static void mark_reported(BucketState& b, std::size_t i);
   void fill_gaps(std::int32_t bucket);
+  runtime::Contribution contribution_of(std::int32_t bucket) const;
   void launch(std::int32_t bucket);
+  void launch_complete(std::int32_t bucket);
   void launch_in_order();
   void sum(std::int32_t bucket);
   void reset_round();

@@ -55,7 +55,7 @@ class ShmCommunicator final : public runtime::Communicator {
   bool needs_fixed_order() const override { return false; }
   void launch_reduce(const runtime::Contribution& contribution) override;
   void close_round(std::uint64_t round) override;
-  void abort_round(std::uint64_t round) override;
+  void abort_round(std::uint64_t round, std::span<const runtime::Contribution> not_launched) override;
   bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) override;
   void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) override;
   bool wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) override;

@@ -56,6 +56,7 @@ struct MemoryLayout {
   // of an accelerator) is taken for a region when it is first asked for.
   std::vector<Region> gather_overflow = {};
   std::vector<Region> reduce_overflow = {};
+  std::vector<std::uint32_t> bucket_units = {};  // for messages: unit of each bucket, or empty
 };
 
 inline constexpr std::size_t kNoGradient = ~std::size_t{0};
@@ -104,8 +105,9 @@ class Communicator {
   // Every reducible bucket of this round has been launched.
   virtual void close_round(std::uint64_t round) = 0;
   // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more. Peers that
-  // give it up at the same place go on in step; one that waits for what does not come gets PeerError.
-  virtual void abort_round(std::uint64_t round) = 0;
+  // give it up at the same place go on in step; one that waits for what does not come gets PeerError. `not_launched`:
+  // what was left, in the fixed order, where there is one; its data are void.
+  virtual void abort_round(std::uint64_t round, std::span<const Contribution> not_launched) = 0;
   // Whether all ranks have launched (bucket, round).
   virtual bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) = 0;
   virtual void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) = 0;

@@ -1,6 +1,7 @@
 #include "torch/torch_engine.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 
 #include <algorithm>
 #include <utility>
@@ -22,7 +23,8 @@ TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp
       callbacks_(std::move(callbacks)),
       gradients_(plan_->buckets().size()),
       params_(plan_->params().size()),
-      checked_round_(plan_->units().size(), 0) {
+      checked_round_(plan_->units().size(), 0),
+      began_(plan_->units().size()) {
   if (comm_->size() != plan_->world_size()) {
     throw ValueError(str("the plan is for ", plan_->world_size(), " ranks, the communicator has ", comm_->size()));
   }
@@ -74,7 +76,16 @@ void TorchEngine::before_forward(std::int32_t unit) {
   if (!engine_->in_forward() && !engine_->in_backward()) {
     callbacks_.prepare(unit);
   }
+  began_[static_cast<std::size_t>(unit)].push_back(at::sequence_number::peek());
   engine_->before_forward(unit);
+}
+
+void TorchEngine::after_forward(std::int32_t unit, bool backward_follows, bool last_module) {
+  auto& began = began_[static_cast<std::size_t>(unit)];
+  if (!began.empty()) {
+    began.pop_back();
+  }
+  engine_->after_forward(unit, backward_follows, last_module);
 }
 
 void TorchEngine::refresh(std::int32_t unit) {
@@ -144,14 +155,14 @@ std::vector<std::uint32_t> TorchEngine::versions_of(std::int32_t unit) const {
   return versions;
 }
 
-void TorchEngine::before_backward(std::int32_t unit, const std::vector<std::uint32_t>& versions) {
+void TorchEngine::before_backward(std::int32_t unit, const UnitCall& call) {
   // Once in a pass: an optimizer that runs inside backward changes parameters later on.
   const std::uint64_t round = engine_->counters().rounds + (engine_->in_backward() ? 0 : 1);
   if (std::exchange(checked_round_[static_cast<std::size_t>(unit)], round) != round) {
     std::size_t i = 0;
     for (const std::int32_t b : plan_->unit_buckets()[static_cast<std::size_t>(unit)]) {
       for (const std::int32_t param : plan_->buckets()[static_cast<std::size_t>(b)].params) {
-        if (params_[static_cast<std::size_t>(param)].sharded._version() != versions[i++]) {
+        if (params_[static_cast<std::size_t>(param)].sharded._version() != call.versions[i++]) {
           throw Error(
               str("parameter '", name_of(param), "' of unit '", plan_->units()[static_cast<std::size_t>(unit)].name,
                   "' was modified between the forward and this backward, which needs the values of the forward: "
@@ -160,7 +171,7 @@ void TorchEngine::before_backward(std::int32_t unit, const std::vector<std::uint
       }
     }
   }
-  engine_->before_backward(unit);
+  engine_->before_backward(unit, call.node, call.began);
 }
 
 void TorchEngine::hook_outputs(std::int32_t unit, const std::vector<at::Tensor>& outputs) {
@@ -172,9 +183,12 @@ void TorchEngine::hook_outputs(std::int32_t unit, const std::vector<at::Tensor>&
     }
   }
   const auto versions = versions_of(unit);
+  const auto& calls = began_[static_cast<std::size_t>(unit)];
+  const std::uint64_t began = calls.empty() ? 0 : calls.back();
   const auto hook = [&](const at::Tensor& tensor) {
     if (const auto node = tensor.grad_fn()) {
-      torch_compat::add_pre_hook(*node, make_before_backward(unit, versions, weak_from_this()));
+      torch_compat::add_pre_hook(*node,
+                                 make_before_backward(unit, {node->sequence_nr(), began, versions}, weak_from_this()));
     }
   };
   for (const auto& output : outputs) {
@@ -219,7 +233,12 @@ void TorchEngine::accumulate(std::int32_t param, const at::Tensor& gradient) {
   engine_->gradient_ready(param);
 }
 
-void TorchEngine::abort() { engine_->abort(); }
+void TorchEngine::abort() {
+  for (auto& calls : began_) {
+    calls.clear();
+  }
+  engine_->abort();
+}
 
 void TorchEngine::seat(std::int32_t bucket, std::byte* where) {
   storages_[static_cast<std::size_t>(bucket)].seat(where);

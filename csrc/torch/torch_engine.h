@@ -12,6 +12,7 @@
 #include "fsdp/engine.h"
 #include "runtime/communicator.h"
 #include "runtime/device.h"
+#include "torch/autograd_hooks.h"
 #include "torch/bucket_storage.h"
 #include "torch/compat.h"
 
@@ -51,14 +52,15 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
 
   // A forward of the unit begins: by itself (then `prepare` is called), inside the root's, or recomputed in backward.
   void before_forward(std::int32_t unit);
+  void after_forward(std::int32_t unit, bool backward_follows, bool last_module);
   // What users may have done to the parameters of `unit` (or of all) since the last forward: requires_grad_() is taken
   // over, `p.data = values` becomes a copy into the shard. Throws Error for what cannot be.
   void refresh(std::int32_t unit);
 
-  // Calls before_backward(unit) when a backward pass reaches any of these outputs of the unit.
+  // In between: calls before_backward(unit) when a backward pass reaches any of these outputs of the call.
   void hook_outputs(std::int32_t unit, const std::vector<at::Tensor>& outputs);
-  // Before the unit's backward; throws Error if its parameters are not those of the forward, at `versions`, any more.
-  void before_backward(std::int32_t unit, const std::vector<std::uint32_t>& versions);
+  // Before the unit's backward; throws Error if its parameters are not those of that forward any more.
+  void before_backward(std::int32_t unit, const UnitCall& call);
   // A gradient arrived for a gathered leaf.
   void accumulate(std::int32_t param, const at::Tensor& gradient);
   // After an exception; frees everything.
@@ -107,6 +109,7 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   int examined_backward_ = -1;
   bool backward_is_whole_ = true;             // all of its nodes are known: no other pass runs inside
   std::vector<std::uint64_t> checked_round_;  // per unit: the last backward pass whose parameter versions were compared
+  std::vector<std::vector<std::uint64_t>> began_;  // per unit: torch's sequence number at each call in progress
   std::unique_ptr<fsdp::Engine> engine_;
 };
 

@@ -283,7 +283,15 @@ def shm_identity() -> str:
 class C10dCommunicator(Communicator):
     """Collectives through two torch process groups of the same ranks: gathers and reductions."""
 
-    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        gathers: ProcessGroup,
+        reductions: ProcessGroup,
+        *,
+        device: torch.device,
+        timeout_seconds: float,
+        global_ranks: Sequence[int] = ...,
+    ) -> None:
         """``device``: where parameters and gradients live."""
 
 # ---- engine.cpp ------------------------------------------------------------------------------------------------------
@@ -295,7 +303,6 @@ class Schedule:
         self,
         *,
         reshard_after_forward: Sequence[bool],
-        parents: Sequence[int] = ...,
         nesting: int = 1,
         prefetch: int = 1,
         reduce_dtype: DType | None = None,
@@ -374,8 +381,13 @@ class Engine:
         """Takes over what was done to the sharded leaves of the unit (-1: of all) since the last forward:
         ``requires_grad_()``, ``p.data = …``. Raises Error for what cannot be.
         """
-    def before_backward(self, unit: int) -> None:
-        """Only inside a backward pass. Gathers the unit, if it is not; it is freed after its gradients."""
+    @staticmethod
+    def sequence_number() -> int:
+        """Of the next operation that autograd records in this thread."""
+    def before_recomputation(self, unit: int, began: int, ended: int) -> None:
+        """Only inside a backward pass. Gathers the unit, if it is not, for a call whose first and last + 1 sequence
+        numbers in forward are given; it is freed when backward has passed them.
+        """
     def hook_outputs(self, unit: int, outputs: Sequence[torch.Tensor]) -> None: ...
     def set_reduce(self, reduce: bool) -> None: ...
     def abort(self) -> None: ...

@@ -371,6 +371,50 @@ def test_frozen_weights_around_a_trainable_unit(communicator: str) -> None:
     Twin(make, squared_loss, floats_for, auto_wrap_policy=is_unit, communicator=communicator).train(3)
 
 
+
+
+class Sometimes(nn.Module):
+    """Its last parameter is used by some ranks only: those have all gradients of the unit, the others never will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+        self.extra = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        x = torch.tanh(x @ self.weight)
+        return x + self.extra if use else x
+
+
+class SometimesModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sometimes() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, use)
+        return x
+
+
+@COMMUNICATORS
+@on_ranks(2, 3)
+def test_units_whose_gradients_are_complete_on_some_ranks_only(communicator: str) -> None:
+    """When a unit is freed in backward does not depend on which gradients have come: ranks stay in step, and a unit
+    that lacks one does not stay gathered.
+    """
+
+    def batch(step: int, rank: int) -> tuple[torch.Tensor, bool]:
+        return floats_for(step, rank), (rank + step) % 2 == 0
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        return model(*batch).pow(2).mean()
+
+    twin = Twin(SometimesModel, loss, batch, communicator=communicator)
+    twin.train(3)
+    assert twin.counters.overflow_places == 0
+
+
 @on_ranks(2)
 def test_attributes_of_parameters_survive() -> None:
     class Tagged(SmallModel):

@@ -297,7 +297,7 @@ class LaneCommunicator final : public runtime::Communicator {
     segment_bytes_[c.bucket] = bytes;
   }
   void close_round(std::uint64_t round) override { static_cast<void>(round); }
-  void abort_round(std::uint64_t round) override { static_cast<void>(round); }
+  void abort_round(std::uint64_t, std::span<const runtime::Contribution>) override {}
   bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) override {
     const std::lock_guard lock(world_.mutex);
     return ready(bucket, round);
@@ -505,7 +505,9 @@ class Rank final : public tt::fsdp::EngineClient {
       silent_[p] = own() % 6 == 0;
     }
     for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
-      engine_->before_backward(*unit);
+      // Stamps: the call at position i of the forward consists of operation 2 i and 2 i + 1.
+      const auto position = static_cast<std::uint64_t>(order.rend() - unit);
+      engine_->before_backward(*unit, 2 * position + 1, *unit == 0 ? 1 : 2 * position);
       compute(*unit, step);
       auto params = plan_.units()[static_cast<std::size_t>(*unit)].params;
       if (program() % 3 == 0) {

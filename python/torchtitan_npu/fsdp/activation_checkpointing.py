@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtitan_npu import _C
 from torchtitan_npu.fsdp.grouping import find_units
 from torchtitan_npu.fsdp.module_call import Call, surround
 
@@ -77,10 +78,11 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 class Recomputed:
     """``run(call, args, kwargs)``: the call, recomputed in backward.
 
-    ``before_recomputation`` is called before each recomputation: it must make the module's parameters readable.
+    ``before_recomputation(began, ended)`` is called before each recomputation, with autograd's sequence numbers before
+    and after the call in forward: it must make the module's parameters readable.
     """
 
-    def __init__(self, selective: bool, before_recomputation: Callable[[], None] | None = None) -> None:
+    def __init__(self, selective: bool, before_recomputation: Callable[[int, int], None] | None = None) -> None:
         self._options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
         self._before_recomputation = before_recomputation
 
@@ -109,16 +111,20 @@ def _refuse_compiled(call: Call) -> None:
 class _Twofold:
     """A call that does something first in every run but its first one."""
 
-    def __init__(self, call: Call, before_again: Callable[[], None]) -> None:
+    def __init__(self, call: Call, before_again: Callable[[int, int], None]) -> None:
         self._call = call
         self._before_again = before_again
-        self._again = False
+        self._began = -1
+        self._ended = -1
 
     def __call__(self, *args: Any) -> Any:
-        if self._again:
-            self._before_again()
-        self._again = True
-        return self._call(*args)
+        if self._began >= 0:
+            self._before_again(self._began, self._ended)
+            return self._call(*args)
+        self._began = _C.Engine.sequence_number()
+        output = self._call(*args)
+        self._ended = _C.Engine.sequence_number()
+        return output
 
 
 def recompute_activations(model: nn.Module, option: ActivationCheckpointing) -> None:

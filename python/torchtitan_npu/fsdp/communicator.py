@@ -24,10 +24,10 @@ def make_communicator(ranks: RankGroup, kind: str, device: torch.device) -> _C.C
     """
     if kind not in KINDS:
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
-    if device.type != "cpu":
-        return _on_accelerator(ranks, kind, device)
     timeouts = read_timeouts()
     wait_seconds = timeouts.exec_seconds or 10 * 365 * 86400  # 0 means: wait for ever
+    if device.type != "cpu":
+        return _through_c10d(ranks, device, wait_seconds, _backends_on_accelerator(ranks, kind, device))
     if ranks.group is None:
         return _C.ShmCommunicator(0, 1, timeout_seconds=wait_seconds)
     if kind != "c10d":
@@ -51,10 +51,10 @@ def make_communicator(ranks: RankGroup, kind: str, device: torch.device) -> _C.C
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")
-    return _C.C10dCommunicator(_new_group(ranks), _new_group(ranks), device)
+    return _through_c10d(ranks, device, wait_seconds)
 
 
-def _on_accelerator(ranks: RankGroup, kind: str, device: torch.device) -> _C.Communicator:
+def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) -> str:
     if kind == "shared_memory":
         raise ValueError(f"communicator='shared_memory' is for host memory, and the model is on {device}; use 'auto'")
     if ranks.group is None:
@@ -71,12 +71,14 @@ def _on_accelerator(ranks: RankGroup, kind: str, device: torch.device) -> _C.Com
             f'torch.distributed.init_process_group(backend="cpu:gloo,{device.type}:...")'
         )
     # The hosts' own messages go through the CPU's backend, so that no host waits for its device.
-    backend = f"cpu:gloo,{device.type}:{of_device}"
-    return _C.C10dCommunicator(_new_group(ranks, backend), _new_group(ranks, backend), device)
+    return f"cpu:gloo,{device.type}:{of_device}"
 
 
-def _new_group(ranks: RankGroup, backend: str | None = None) -> dist.ProcessGroup:
+def _through_c10d(
+    ranks: RankGroup, device: torch.device, wait_seconds: float, backends: str | None = None
+) -> _C.Communicator:
     # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
     # wrapped a small model alone), they would wait under different names. The whole world needs none.
     local = ranks.size < dist.get_world_size()
-    return dist.new_group(list(ranks.ranks), backend=backend, use_local_synchronization=local)
+    groups = [dist.new_group(list(ranks.ranks), backend=backends, use_local_synchronization=local) for _ in range(2)]
+    return _C.C10dCommunicator(*groups, device=device, timeout_seconds=wait_seconds, global_ranks=list(ranks.ranks))

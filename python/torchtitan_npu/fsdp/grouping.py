@@ -184,22 +184,6 @@ def merge_small(units: list[Unit], bytes_of: Callable[[Unit], int], cap_bytes: i
     return merged
 
 
-def parents(units: list[Unit]) -> list[int]:
-    """For each unit the innermost unit around it, -1 for the root."""
-    inside = {id(module): i for i, unit in enumerate(units) for module in unit.modules}
-    found = [-1] * len(units)
-
-    def walk(module: nn.Module, around: int) -> None:
-        unit = inside.get(id(module), around)
-        if unit != around and found[unit] < 0:
-            found[unit] = around
-        for child in module.children():
-            walk(child, unit)
-
-    walk(units[0].modules[0], -1)
-    return found
-
-
 def nesting_depth(units: list[Unit], reshards: list[bool]) -> int:
     """Most units that reshard and contain one another, at least 1."""
     inside: dict[int, int] = {}  # id(module) → unit

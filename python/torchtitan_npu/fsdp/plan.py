@@ -15,7 +15,6 @@ from torchtitan_npu.fsdp.grouping import (
     find_units,
     merge_small,
     nesting_depth,
-    parents,
 )
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 
@@ -167,7 +166,6 @@ def plan_model(
     reshards = [_reshards(unit, i == 0, reshard_after_forward) for i, unit in enumerate(units)]
     schedule = _C.Schedule(
         reshard_after_forward=reshards,
-        parents=parents(units),
         nesting=nesting_depth(units, reshards),
         prefetch=prefetch,
         reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],

@@ -245,7 +245,8 @@ class FSDPState:
     def _surround_calls(self) -> None:
         unit_of = {m: i for i, unit in enumerate(self.plan.module_units) if i > 0 for m in unit.modules}
         for module in self.recomputed:  # inside what gathers, so first
-            begins = functools.partial(self.engine.before_backward, unit_of[module]) if module in unit_of else None
+            unit = unit_of.get(module)
+            begins = None if unit is None else functools.partial(self.engine.before_recomputation, unit)
             surround(module, Recomputed(self.selective, begins))
         for index, unit in enumerate(self.plan.module_units):
             if index == 0:
