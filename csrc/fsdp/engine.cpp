@@ -181,8 +181,9 @@ void Engine::release(std::int32_t unit) {
 }
 
 void Engine::release_all() {
-  // What is gathered first: ranks that end a pass together then find every place free.
-  for (const State state : {State::kGathered, State::kLaunched, State::kQueued}) {
+  // What is gathered first: ranks that end a pass together then find every place free. A release may launch what is
+  // queued, and when it does depends on the peers; so those that were launched meanwhile come last.
+  for (const State state : {State::kGathered, State::kLaunched, State::kQueued, State::kLaunched}) {
     for (std::size_t u = 0; u < units_.size(); ++u) {
       if (units_[u].state == state) {
         release(static_cast<std::int32_t>(u));
