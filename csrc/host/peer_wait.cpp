@@ -114,7 +114,7 @@ bool PeerWait::wait_slowly(const WaitReason& reason, const Arrived& arrived, dou
   while (true) {
     if (all(arrived)) return true;
     check_peers(reason, arrived);
-    if (return_if_stuck && is_stuck(arrived)) return false;
+    if (return_if_stuck && is_stuck(reason, arrived)) return false;
     check_mutual(reason, arrived);
     if (Clock::now() >= deadline) throw_late(reason, arrived, timeout_seconds, hint);
     control_.header().bell.sleep_unless([&] { return all(arrived); }, kSlice);
@@ -147,7 +147,7 @@ void PeerWait::check_peers(const WaitReason& reason, const Arrived& arrived) {
   const std::uint64_t ended = control_.rank(rank_).closed_round.load(std::memory_order_relaxed);
   for (int peer = 0; peer < control_.num_ranks(); ++peer) {
     const std::uint64_t given_up = control_.rank(peer).aborted_round.load(std::memory_order_acquire);
-    if (given_up > ended && !arrived(peer)) {
+    if (given_up > ended && !arrived(peer) && reason.kind != WaitKind::kReduceUnlessStuck) {
       const std::string message =
           str(who(peer), " gave up backward pass ", given_up, " because of an exception there, while ", my_name(),
               " waited for it in ", describe(reason), ". See its log; an exception on one rank must stop all");
@@ -163,7 +163,7 @@ void PeerWait::check_peers(const WaitReason& reason, const Arrived& arrived) {
   }
 }
 
-bool PeerWait::is_stuck(const Arrived& arrived) {
+bool PeerWait::is_stuck(const WaitReason& reason, const Arrived& arrived) {
   const auto any = [&] {
     for (int peer = 0; peer < control_.num_ranks(); ++peer) {
       if (peer != rank_ && !arrived(peer) && control_.rank(peer).waiting.load(std::memory_order_acquire) != 0)
@@ -171,6 +171,11 @@ bool PeerWait::is_stuck(const Arrived& arrived) {
     }
     return false;
   };
+  // One that has given the backward pass up will not come either, and this rank may be about to do the same.
+  for (int peer = 0; peer < control_.num_ranks(); ++peer) {
+    const std::uint64_t closed = control_.rank(peer).closed_round.load(std::memory_order_acquire);
+    if (closed >= reason.number && !arrived(peer)) return true;  // read first: its launches came before
+  }
   if (!any()) return false;
   std::this_thread::sleep_for(kStuckNap);
   return any();

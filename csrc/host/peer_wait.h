@@ -73,7 +73,7 @@ class PeerWait {
                    bool return_if_stuck);
   bool spin(const Arrived& arrived);
   void check_peers(const WaitReason& reason, const Arrived& arrived);
-  bool is_stuck(const Arrived& arrived);
+  bool is_stuck(const WaitReason& reason, const Arrived& arrived);
   // Whether a rank that waits for `reason` waits for this rank, which will not get there before its own wait ends.
   bool waits_for_me(const WaitReason& reason);
   void check_mutual(const WaitReason& reason, const Arrived& arrived);

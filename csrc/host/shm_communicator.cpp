@@ -307,7 +307,7 @@ void ShmCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t roun
 bool ShmCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) {
   check_bucket(bucket);
   return wait_->wait_or_stuck({WaitKind::kReduceUnlessStuck, bucket, round},
-                              [&](int peer) { return has_launched(peer, bucket, round); });
+                              [&](int peer) { return find_slot(peer, bucket, round).has_value(); });
 }
 
 std::size_t ShmCommunicator::ready_slot(int peer, std::uint32_t bucket, std::uint64_t round) {

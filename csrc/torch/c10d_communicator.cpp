@@ -409,7 +409,8 @@ void C10dCommunicator::abort_round(std::uint64_t round, std::span<const runtime:
 
 bool C10dCommunicator::reduce_is_ready(std::uint32_t bucket, std::uint64_t round) {
   const auto& r = reduction(bucket, round);
-  return r.launched && has_arrived(*r.job);
+  // One that a peer has given up is never ready: this rank may be about to do the same. Else, its wait says so.
+  return r.launched && has_arrived(*r.job) && (r.job->agreed() || r.job->error());
 }
 
 void C10dCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) {

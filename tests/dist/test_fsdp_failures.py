@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kills import kill_one
 from pool import RankGroup
 from twin import SmallModel, Twin, next_token_loss, tokens_for
 
@@ -64,6 +66,14 @@ def test_a_killed_rank(world_size: int, communicator: str, where: str) -> None:
         group.close()
     assert not any(process.is_alive() for process in group.processes)
     assert shared_memory_files() <= files
+
+
+@pytest.mark.parametrize("communicator", ["auto", "c10d"])
+def test_kills_at_random_moments(communicator: str) -> None:
+    """Two of them; ``tests/dist/kills.py`` does more. What is checked is in ``kill_one``."""
+    choice = random.Random(communicator)
+    for _ in range(2):
+        kill_one(choice, communicator=communicator)
 
 
 def leave_early() -> str:
