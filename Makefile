@@ -103,10 +103,13 @@ fuzz: $(VENV)/.package $(VENV)/.test ## random programs beside a plain model (AR
 test: $(VENV)/.package $(VENV)/.test ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+BENCHMARKS := collectives fsdp_step bucket_cap memory host_cost planning
+
 bench: $(VENV)/.package $(VENV)/.bench ## compare with DDP, FSDP1, FSDP2 and Gloo (long; ARGS=--quick is a smoke test)
 	mkdir -p work/bench
-	$(BIN)/python benchmarks/collectives.py --csv work/bench/collectives.csv --png work/bench/collectives.png $(ARGS)
-	$(BIN)/python benchmarks/fsdp_step.py --csv work/bench/fsdp_step.csv --png work/bench/fsdp_step.png $(ARGS)
+	for name in $(BENCHMARKS); do \
+	  $(BIN)/python benchmarks/$$name.py --csv work/bench/$$name.csv --png work/bench/$$name.png $(ARGS); \
+	done
 
 lint: $(VENV)/.package $(VENV)/.lint ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

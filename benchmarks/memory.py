@@ -44,7 +44,6 @@ from model import Llama, Shape, loss_of
 MODES = ("one", "each", "no_sync")
 ENGINES = ("ours", "fsdp2")
 SHAPE = {"dim": 768, "layers": 6, "heads": 8, "ffn": 2048, "vocab": 2048, "seq": 16, "batch": 1}
-TINY = {"dim": 64, "layers": 2, "heads": 4, "ffn": 96, "vocab": 256, "seq": 16, "batch": 1}
 QUICK = {"dim": 256, "layers": 2, "heads": 4, "ffn": 512, "vocab": 512, "seq": 16, "batch": 1}
 MIB = 1024**2
 
@@ -61,8 +60,8 @@ class Worker:
         self.micro_batches = 1 if spec["mode"] == "one" else 2
 
     def warm(self) -> Reply:
-        """Trains a tiny model and drops it: what libraries and threads take is in the baseline."""
-        self.build(TINY)
+        """Trains one layer of the model and drops it: what libraries keep as scratch memory is in the baseline."""
+        self.build({**self.spec["shape"], "layers": 1})
         for _ in range(2):
             self.step()
         del self.model, self.optimizer, self.tokens_BT
@@ -333,7 +332,7 @@ def main() -> None:
                 "modes: one micro-batch; two, reduced after each; two, the first under no_sync",
                 "MiB per rank. predicted: shards, gradients and AdamW's moments of a rank, its reduce memory, its 1/N "
                 "of the gathered memory that ranks share, the copy of no_sync, one gradient in flight (the largest)",
-                "measured: the kernel's peak resident size (VmHWM) less that after training a tiny model, with shared "
+                "measured: the kernel's peak resident size (VmHWM) less that after training one layer, with shared "
                 "pages divided among the ranks that touch them; RSS growth: with these in full in every rank",
                 "checked to be the plan's to the byte: shards, gradients, no_sync, and the bytes written for gathers",
                 "sent: MB (10**6) per rank and step: fsdp2 counted, ours by the plan, (N-1)/N of each buffer",
