@@ -18,6 +18,7 @@ from torch import nn
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.grouping import owners
+from torchtitan_npu.fsdp.guard import GuardedForward, guards_of
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
 from torchtitan_npu.fsdp.plan import FSDPPlan
@@ -93,6 +94,7 @@ class FSDPState:
         """What ``register_forward_method`` was called with."""
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._slots: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in plan.module_units]
+        self._guards: list[list[GuardedForward]] = [[] for _ in plan.module_units]
         self._model = weakref.ref(model)
         self.whole: dict[str, nn.Parameter] = {}
         """Whole parameters that stand in the modules inside ``full_params``, by name."""
@@ -104,6 +106,8 @@ class FSDPState:
         self._unlock_buffers(model)
         self._cast_buffers(model)
         self._hook_units()
+        self._guards = guards_of(self, model)
+        self._expose(-1, False)
         if ranks.index == 0:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
 
@@ -265,6 +269,11 @@ class FSDPState:
         self._register_owners(model)
         self._slots = [[(memo[id(holder)], key, i) for holder, key, i in slots] for slots in of._slots]
         self.original_buffer_dtypes = {(memo[id(m)], key): d for (m, key), d in of.original_buffer_dtypes.items()}
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), GuardedForward):
+                del module.__dict__["forward"]  # the original's
+        self._guards = guards_of(self, model)
+        self._expose(-1, False)
         for hook in of.hooks:
             module = memo[id(hook.module)]
             table, made = getattr(module, hook.table), hook.make(self)
@@ -380,6 +389,12 @@ class FSDPState:
             else:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded
+        for guards in self._guards if unit < 0 else (self._guards[unit],):
+            for guard in guards:
+                if gathered:
+                    guard.remove()
+                else:
+                    guard.install()
 
     def _prepare(self, unit: int) -> None:
         """Before a forward of ``unit`` (-1: of the model): takes over what was done to parameters since the last one.
