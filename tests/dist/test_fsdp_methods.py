@@ -87,7 +87,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("whose", LOSSES)
 @COMMUNICATORS
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_registered_methods(communicator: str, whose: str) -> None:
     """Gradients and weights like a plain model's; afterwards nothing is left gathered."""
     twin = Twin(MethodModel, LOSSES[whose], floats_for, communicator=communicator)

@@ -35,29 +35,28 @@ class GuardedForward:
             )
         return type(module).forward(module, *args, **kwargs)
 
-    def install(self) -> None:
-        """A forward that somebody else has put into the module stays."""
-        self._module.__dict__.setdefault("forward", self)
-
-    def remove(self) -> None:
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedForward:
         # Of a copy of a part of the model: still pieces of this one's. A copy of the whole model gets its own.
         module = memo.get(id(self._module), self._module)
         return GuardedForward(memo.get(id(self._state), self._state), module, self._path, self._key, self._index)
 
 
-def guards_of(state: FSDPState, model: nn.Module) -> list[list[GuardedForward]]:
-    """Per unit: for every module that holds parameters of it directly."""
+Guards = list[list[tuple[dict[str, Any], GuardedForward]]]
+"""Per unit: the attributes of a module, and what stands there as "forward" while the unit is sharded, unless somebody
+else has put a forward there.
+"""
+
+
+def guards_of(state: FSDPState, model: nn.Module) -> Guards:
+    """For every module that holds parameters directly."""
     numbers = {name: index for index, param in enumerate(state.params) for name in param.names}
-    guards: list[list[GuardedForward]] = [[] for _ in state.plan.units]
+    guards: Guards = [[] for _ in state.plan.units]
     for path, module in model.named_modules():
         # One guard for a module whose parameters lie in several units (tied ones): that of the first.
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 index = numbers[f"{path}.{key}" if path else key]
-                guards[state.params[index].unit].append(GuardedForward(state, module, path, key, index))
+                guard = GuardedForward(state, module, path, key, index)
+                guards[state.params[index].unit].append((module.__dict__, guard))
                 break
     return guards

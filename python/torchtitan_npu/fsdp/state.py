@@ -18,7 +18,7 @@ from torch import nn
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.grouping import owners
-from torchtitan_npu.fsdp.guard import GuardedForward, guards_of
+from torchtitan_npu.fsdp.guard import GuardedForward, Guards, guards_of
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
 from torchtitan_npu.fsdp.plan import FSDPPlan
@@ -94,7 +94,7 @@ class FSDPState:
         """What ``register_forward_method`` was called with."""
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._slots: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in plan.module_units]
-        self._guards: list[list[GuardedForward]] = [[] for _ in plan.module_units]
+        self._guards: Guards = [[] for _ in plan.module_units]
         self._model = weakref.ref(model)
         self.whole: dict[str, nn.Parameter] = {}
         """Whole parameters that stand in the modules inside ``full_params``, by name."""
@@ -390,11 +390,13 @@ class FSDPState:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded
         for guards in self._guards if unit < 0 else (self._guards[unit],):
-            for guard in guards:
-                if gathered:
-                    guard.remove()
-                else:
-                    guard.install()
+            if gathered:
+                for attributes, guard in guards:
+                    if attributes.get("forward") is guard:
+                        del attributes["forward"]
+            else:
+                for attributes, guard in guards:
+                    attributes.setdefault("forward", guard)
 
     def _prepare(self, unit: int) -> None:
         """Before a forward of ``unit`` (-1: of the model): takes over what was done to parameters since the last one.
