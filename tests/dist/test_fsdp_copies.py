@@ -26,8 +26,6 @@ from torchtitan_npu.fsdp import (
 )
 from torchtitan_npu.fsdp.state import state_of
 
-COMMUNICATORS = pytest.mark.parametrize("communicator", ["auto", "c10d"])
-
 
 class Model(SmallModel):
     """With a tied weight, an integer parameter, a buffer, an attribute and a method."""
@@ -57,8 +55,7 @@ def twin_of_copy(twin: Twin, model: Any) -> Twin:
     return other
 
 
-@pytest.mark.parametrize("cap", [None, 0.0005])
-@COMMUNICATORS
+@pytest.mark.parametrize(("communicator", "cap"), [("auto", None), ("c10d", 0.0005)])
 @on_ranks(1, 2, 3)
 def test_a_copy_trains_by_itself(communicator: str, cap: float | None) -> None:
     """Same values at first, then each goes its way; the copy outlives the original."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twin import DIM, VOCAB, Block, SmallModel, Twin, floats_for, next_token_loss, part_of, tokens_for
+from twin import DIM, VOCAB, Block, SmallModel, Twin, floats_for, next_token_loss, part_of, squared_loss, tokens_for
 
 from torchtitan_npu.fsdp import (
     FSDP,
@@ -86,7 +87,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("whose", LOSSES)
 @COMMUNICATORS
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_registered_methods(communicator: str, whose: str) -> None:
     """Gradients and weights like a plain model's; afterwards nothing is left gathered."""
     twin = Twin(MethodModel, LOSSES[whose], floats_for, communicator=communicator)
@@ -124,6 +125,39 @@ def test_what_cannot_be_registered() -> None:
         register_forward_method(model, "energies")
     with pytest.raises(ValueError, match="later is a generator or coroutine: it would run after"):
         register_forward_method(model.encoder.layers[0], "later")
+
+
+@on_ranks(1, 2, 3)
+def test_a_module_called_outside_of_its_unit() -> None:
+    """Computing with pieces is refused, on every rank and for one rank, too: by calls of inner modules, by their
+    forward, by methods that are not registered.
+    """
+    twin = Twin(MethodModel, squared_loss, floats_for)
+    model, x = twin.model, floats_for(0, 0)
+    for act, path in [
+        (lambda: model.head(x), "head"),
+        (lambda: model.encoder.layers[1].up(x), "encoder.layers.1.up"),
+        (lambda: model.encoder.layers[1].norm(x), "encoder.layers.1.norm"),
+        (lambda: model.encoder.layers[1].forward(x), "encoder.layers.1.norm"),
+        (lambda: model.encoder(x), "encoder.project"),
+        (lambda: model.energy(x), "encoder.project"),
+        (lambda: model.forward(x), "encoder.project"),
+    ]:
+        with pytest.raises(RuntimeError, match=rf"'{path}' \(.*\) was called while its unit '.*' is sharded.*register_for"):
+            act()
+    with full_params(model):
+        assert torch.equal(model.head(x), twin.plain.head(x))
+    assert inspect.signature(model.encoder.layers[0].up.forward) == inspect.signature(twin.plain.head.forward)
+    register_forward_method(model.encoder, "forward")
+    with torch.no_grad():
+        assert torch.equal(model.encoder(x), twin.plain.encoder(x))
+    twin.train(2)
+    patched = model.head.forward  # users wrap forward, too, while it is guarded
+    model.head.forward = lambda x: 2 * patched(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), 2 * twin.plain(x))
+        with pytest.raises(RuntimeError, match="'head' .* was called while"):
+            model.head(x)
 
 
 # ---- full_params -----------------------------------------------------------------------------------------------------

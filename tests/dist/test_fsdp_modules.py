@@ -227,7 +227,7 @@ PARAMETRIZE: dict[str, Callable[[nn.Linear], Any]] = {
 
 @pytest.mark.parametrize("kind", PARAMETRIZE)
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_parametrized_weights(kind: str) -> None:
     """A unit that is the parametrised layer itself, one around it, and the root's."""
 

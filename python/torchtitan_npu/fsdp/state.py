@@ -21,6 +21,7 @@ from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.grad_scaler import has_scaler
 from torchtitan_npu.fsdp.gradient import GradientPiece
 from torchtitan_npu.fsdp.grouping import owners
+from torchtitan_npu.fsdp.guard import GuardedForward, Guards, guards_of
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
 from torchtitan_npu.fsdp.mesh import RankGroup
 from torchtitan_npu.fsdp.module_call import Around, Call, module_of, restore_call, surround
@@ -103,6 +104,7 @@ class FSDPState:
         """What ``register_forward_method`` was called with."""
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._slots: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in plan.module_units]
+        self._guards: Guards = [[] for _ in plan.module_units]
         self._model = weakref.ref(model)
         self.whole: dict[str, nn.Parameter] = {}
         """Whole parameters that stand in the modules inside ``full_params``, by name."""
@@ -119,6 +121,8 @@ class FSDPState:
         self._unlock_buffers(model)
         self._place_buffers(model)
         self._surround_calls()
+        self._guards = guards_of(self, model)
+        self._expose(-1, False)
         if ranks.index == 0:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
 
@@ -283,7 +287,11 @@ class FSDPState:
         self.recomputed = [memo[id(m)] for m in of.recomputed]
         for module in model.modules():
             restore_call(module)  # of the state that was copied
+            if isinstance(module.__dict__.get("forward"), GuardedForward):
+                del module.__dict__["forward"]
         self._surround_calls()
+        self._guards = guards_of(self, model)
+        self._expose(-1, False)
         for hook in of.hooks:
             module = memo[id(hook.module)]
             table, made = getattr(module, hook.table), hook.make(self)
@@ -428,6 +436,14 @@ class FSDPState:
             else:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded
+        for guards in self._guards if unit < 0 else (self._guards[unit],):
+            if gathered:
+                for attributes, guard in guards:
+                    if attributes.get("forward") is guard:
+                        del attributes["forward"]
+            else:
+                for attributes, guard in guards:
+                    attributes.setdefault("forward", guard)
 
     def _prepare(self, unit: int) -> None:
         """Before a forward of ``unit`` (-1: of the model): takes over what was done to parameters since the last one.

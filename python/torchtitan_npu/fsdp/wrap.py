@@ -43,6 +43,14 @@ class FSDP(metaclass=_WrapOnCall):
     are this rank's pieces, shape ``(rows, *shape[1:])`` in the original dtype, possibly with 0 rows; after
     ``backward()`` their ``.grad`` is the average over ranks. Names and state-dict keys are the model's own.
 
+    Between steps, parameters are the user's: writes, ``p.data = values``, ``load_state_dict`` (``assign=True`` copies,
+    too) and ``requires_grad_()``, alike on all ranks, count from the next forward on; what was frozen at the wrap stays
+    frozen. Hooks registered on a parameter, before or after the wrap, get its piece of the averaged gradient. Writing
+    between a forward and its backward, replacing a parameter, or casting part of the model raises RuntimeError at the
+    next use, which never computes with other values than the user sees. ``copy.deepcopy(model)`` is collective and
+    gives a second model with memory of its own. Methods other than forward: ``register_forward_method``; whole
+    parameters: ``full_params``.
+
     Arguments of the call:
         module: the root module. Tensors on the meta device are planned and sharded first and then initialised unit by
             unit on the CPU, so no rank ever holds the whole model; the values are the same for any number of ranks.
