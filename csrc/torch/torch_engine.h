@@ -22,7 +22,7 @@ struct EngineCallbacks {
   std::function<void(std::int32_t unit, bool gathered)> expose;
   std::function<void(const std::string& message)> log;
   std::function<at::Tensor(const at::Tensor& gradient)> wrap_gradient;  // what users see as .grad of a piece
-  std::function<void()> check_signals;  // throws on Ctrl-C
+  std::function<void()> check_signals;                                  // throws on Ctrl-C
 };
 
 class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_this<TorchEngine> {

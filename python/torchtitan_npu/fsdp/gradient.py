@@ -33,6 +33,12 @@ from torchtitan_npu.fsdp.plan import FLOATING
 
 _CLIPPING = "torch.nn.utils.clip_grad"
 
+# Looked up once: an optimizer passes here several times per parameter.
+_AsPlain = torch._C.DisableTorchFunctionSubclass
+_VECTOR_NORM = torch.linalg.vector_norm
+_FOREACH_NORM = torch._foreach_norm
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+
 
 @dataclass
 class GradientsOfModel:
@@ -64,18 +70,18 @@ class GradientPiece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.linalg.vector_norm and _called_by_clipping(sys._getframe(1)):
+        if func is _VECTOR_NORM and _called_by_clipping(sys._getframe(1)):
             return LocalNorm.of(*args)
-        if func is torch._foreach_norm and _called_by_clipping(sys._getframe(1)):
+        if func is _FOREACH_NORM and _called_by_clipping(sys._getframe(1)):
             tensors, norm_type = args
             return [
                 LocalNorm.of(t, norm_type) if isinstance(t, GradientPiece) else torch.linalg.vector_norm(t, norm_type)
                 for t in tensors
             ]
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        with _AsPlain():
+            if func is _UNSCALE:
                 return _unscale(*args)
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
@@ -125,14 +131,14 @@ class LocalNorm(Tensor):
         if func is Tensor.to and isinstance(args[0], LocalNorm) and args[1:] == (args[0].device,):
             return args[0]
         if func is torch.stack:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _AsPlain():
                 values = torch.stack([norm.double() for norm in args[0]])
             norms = Tensor._make_subclass(LocalNorm, values)
             norms.stacked = list(args[0])
             return norms
         if func is torch.linalg.vector_norm:
             return _combine(args[0].stacked, float(args[1]))
-        with torch._C.DisableTorchFunctionSubclass():
+        with _AsPlain():
             return func(*args, **(kwargs or {}))
 
 
@@ -148,7 +154,7 @@ def _combine(norms: list[Tensor], norm_type: float) -> Tensor:
     dtype = torch.promote_types(torch.float32, local[0].dtype_of_gradient)
     for norm in norms:
         dtype = torch.promote_types(dtype, norm.dtype_of_gradient if isinstance(norm, LocalNorm) else norm.dtype)
-    with torch._C.DisableTorchFunctionSubclass():
+    with _AsPlain():
         everywhere = over_ranks(power_sum(local, norm_type), norm_type, group)
         here = power_sum([norm for norm in norms if not isinstance(norm, LocalNorm)], norm_type)
         total = torch.maximum(everywhere, here) if math.isinf(norm_type) else everywhere + here
