@@ -74,14 +74,17 @@ def test_training_follows_the_plain_model(communicator: str, optimizer: str) -> 
     assert agree(scaler.state_dict())
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.parametrize("unscale_first", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-@on_ranks(2, 4)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(fused: bool, unscale_first: bool) -> None:
-    """An infinity in an element that one rank holds: no other rank sees it in its own pieces."""
+@on_ranks(3)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(fused: bool, unscale_first: bool, by_torch: bool) -> None:
+    """An infinity in an element that one rank holds: no other rank sees it in its own pieces. torch's scaler, too."""
     model: Any = FSDP(SmallModel(), mixed_precision=FLOAT16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    scaler = GradScaler(model, init_scale=1024.0)
+    scaler: Any = GradScaler(model, init_scale=1024.0)
+    if by_torch:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     last = dist.get_world_size() - 1
     for step in range(3):
         before = [p.detach().clone() for p in model.parameters()]
@@ -97,7 +100,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(fused: bool, unscale_firs
         moved = any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
         assert moved == (step != 1)
         assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
-        assert scaler.skipped_steps == (step >= 1)
+        assert by_torch or scaler.skipped_steps == (step >= 1)
 
 
 class OneRow(nn.Module):
@@ -126,6 +129,22 @@ def test_ranks_without_a_piece_take_part() -> None:
         optimizer.zero_grad()
         assert scaler.skipped_steps == skipped and scaler.get_scale() == 2.0**9
     assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in model.parameters())
+
+
+@on_ranks(2)
+def test_gradients_that_the_user_has_replaced() -> None:
+    """By plain tensors: the scaler that knows the model agrees all the same."""
+    model: Any = FSDP(SmallModel(), mixed_precision=FLOAT16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler(model, init_scale=1024.0)
+    scaler.scale(next_token_loss(model, tokens_for(0, 0))).backward()
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+    if dist.get_rank() == 1:
+        next(p for p in model.parameters() if p.numel()).grad.view(-1)[0] = float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.skipped_steps == 1 and scaler.get_scale() == 512.0
 
 
 @on_ranks(2)
@@ -182,29 +201,34 @@ class Records(logging.Handler):
             self.messages.append(record.getMessage())
 
 
-@pytest.mark.parametrize("when", ["never", "before wrapping", "after wrapping", "not float16", "disabled"])
+@pytest.mark.parametrize("scaling", ["none", "ours", "torch's", "disabled", "not float16"])
 @on_ranks(2)
-def test_training_without_a_scaler_is_said_once(when: str) -> None:
+def test_training_without_a_scaler_is_said_once(scaling: str) -> None:
+    """When the weights have changed: evaluation and accumulation need no scaler."""
     records = Records()
     logger = logging.getLogger("torchtitan_npu")
     logger.addHandler(records)
     try:
-        model: Any = SmallModel()
-        scalers = [GradScaler(model)] if when == "before wrapping" else []
-        model = FSDP(model, mixed_precision=None if when == "not float16" else FLOAT16)
-        if when in ("after wrapping", "disabled"):
-            scalers.append(GradScaler(model, enabled=when != "disabled"))
+        model: Any = FSDP(SmallModel(), mixed_precision=None if scaling == "not float16" else FLOAT16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaling == "torch's")
+        if scaling in ("ours", "disabled"):
+            scaler = GradScaler(model, enabled=scaling == "ours")
         with torch.no_grad():
             model(tokens_for(0, 0))
-        assert not records.messages, "evaluation needs none"
-        for step in range(2):
-            next_token_loss(model, tokens_for(step, 0)).backward()
+        for step in range(4):
+            for micro_batch in range(2):
+                scaler.scale(next_token_loss(model, tokens_for(2 * step + micro_batch, 0))).backward()
+                assert step > 0 or not records.messages
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
     finally:
         logger.removeHandler(records)
-    expected = 1 if when in ("never", "disabled") and dist.get_rank() == 0 else 0
+    expected = 1 if scaling in ("none", "disabled") and dist.get_rank() == 0 else 0
     assert len(records.messages) == expected, records.messages
     if expected:
-        assert "scaler = GradScaler(model)" in records.messages[0]
+        assert "scaler = torchtitan_npu.fsdp.GradScaler(model)" in records.messages[0]
 
 
 @on_ranks(1)

@@ -9,16 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-_scaled_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def has_scaler(model: nn.Module) -> bool:
-    """Whether a ``GradScaler`` was made for ``model``."""
-    return model in _scaled_models
+from torchtitan_npu.fsdp.state import FSDPState
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for a model whose gradients are sharded; used in the same way.
+    """``torch.amp.GradScaler`` for a model whose gradients are sharded; used in the same way. It counts the steps that
+    it skips, and also serves gradients that the user has put in the place of FSDP's.
 
     An overflow is a fact of one parameter and so of the ranks that hold a piece of it; here all ranks learn of it in
     ``unscale_`` (or in ``step``, which calls it), so that all skip the same steps and all scales stay equal. All ranks
@@ -59,22 +55,26 @@ class GradScaler(torch.amp.GradScaler):
         self._model = weakref.ref(model)
         self.skipped_steps = 0
         """Updates since the start of training in which an overflow was found and the optimizer was not run."""
-        if enabled:
-            _scaled_models.add(model)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        group = self._group()
-        if group is None:
+        state = self._state()
+        if state is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        state.gradients.scaler_agrees = True
+        try:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        finally:
+            state.gradients.scaler_agrees = False
+        if state.ranks.group is None:
             return found
         # Whether there was any gradient at all is agreed on too: a rank may hold no piece of this optimizer's.
         agreed = torch.zeros(2, dtype=torch.float32)
         for value in found.values():
             agreed[0] = torch.maximum(agreed[0], value.cpu())
             agreed[1] = 1
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=state.ranks.group)
         return {found_inf.device: agreed[0].to(found_inf.device)} if agreed[1] else {}
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -104,11 +104,9 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError("a GradScaler belongs to its model and cannot be pickled: save scaler.state_dict()")
 
-    def _group(self) -> dist.ProcessGroup | None:
-        from torchtitan_npu.fsdp.state import FSDPState
-
+    def _state(self) -> FSDPState | None:
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this GradScaler is gone: make a new one for the model that is trained")
         state = model.__dict__.get("_fsdp_state")
-        return state.ranks.group if isinstance(state, FSDPState) else None
+        return state if isinstance(state, FSDPState) else None

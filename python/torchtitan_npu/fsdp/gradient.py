@@ -1,13 +1,17 @@
-"""Gradients of pieces, and torch's own clipping of them.
+"""Gradients of pieces, and torch's own clipping and unscaling of them.
 
-``p.grad`` of a sharded parameter is this rank's part of the gradient. It is a tensor like any other, but for one thing:
-``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` take the norm over all ranks, as they do for the model that is
-not sharded. Without that they would clip every rank by the norm of its own part, and ranks would come apart silently.
+``p.grad`` of a sharded parameter is this rank's part of the gradient. It is a tensor like any other but for two things:
 
-torch offers no hook for it, but its clipping asks each gradient for its norm and combines the norms, and a subclass
-sees both. It costs about 1.5 µs per parameter and look of an optimizer at ``p.grad`` in Python; kernels, foreach and
-fused ones too, run as for plain tensors, and results of operations are plain tensors. An optimizer that is compiled
-works with inductor; the backend aot_eager refuses subclasses in its check of the first call.
+* ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` take the norm over all ranks, as they do for the model that
+  is not sharded. Without that they would clip every rank by the norm of its own part.
+* ``torch.amp.GradScaler`` finds an overflow where any rank has one. Without that one rank would skip its step alone.
+
+Either way ranks would come apart silently. torch offers no hook for it, but its clipping asks each gradient for its
+norm and combines the norms, its scaler calls one operator, and a subclass sees all of it.
+
+It costs about 1.5 µs per parameter and look of an optimizer at ``p.grad`` in Python; kernels, foreach and fused ones
+too, run as for plain tensors, and results of operations are plain tensors. An optimizer that is compiled works with
+inductor; the backend aot_eager refuses subclasses in its check of the first call.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -28,18 +33,35 @@ from torchtitan_npu.fsdp.plan import FLOATING
 
 _CLIPPING = "torch.nn.utils.clip_grad"
 
+# Looked up once: an optimizer passes here several times per parameter.
+_AsPlain = torch._C.DisableTorchFunctionSubclass
+_VECTOR_NORM = torch.linalg.vector_norm
+_FOREACH_NORM = torch._foreach_norm
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+@dataclass
+class GradientsOfModel:
+    """What the gradients of one model share."""
+
+    process_group: dist.ProcessGroup | None
+    """Whose ranks hold the parts; None: one rank alone."""
+    unscaled: bool = False
+    """Whether a gradient scaler has ever looked at them."""
+    scaler_agrees: bool = False
+    """The scaler at work lets all ranks know of an overflow itself."""
+
 
 class GradientPiece(Tensor):
     """This rank's part of a parameter's gradient, in the shape of the piece."""
 
-    process_group: dist.ProcessGroup | None
-    """Whose ranks hold the other parts."""
+    model: GradientsOfModel
 
     @staticmethod
-    def of(tensor: Tensor, group: dist.ProcessGroup | None) -> GradientPiece:
+    def of(tensor: Tensor, model: GradientsOfModel) -> GradientPiece:
         """``tensor``'s memory as a ``GradientPiece``."""
         piece = Tensor._make_subclass(GradientPiece, tensor)
-        piece.process_group = group
+        piece.model = model
         return piece
 
     def plain(self) -> Tensor:
@@ -48,16 +70,18 @@ class GradientPiece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.linalg.vector_norm and _called_by_clipping(sys._getframe(1)):
+        if func is _VECTOR_NORM and _called_by_clipping(sys._getframe(1)):
             return LocalNorm.of(*args)
-        if func is torch._foreach_norm and _called_by_clipping(sys._getframe(1)):
+        if func is _FOREACH_NORM and _called_by_clipping(sys._getframe(1)):
             tensors, norm_type = args
             return [
                 LocalNorm.of(t, norm_type) if isinstance(t, GradientPiece) else torch.linalg.vector_norm(t, norm_type)
                 for t in tensors
             ]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        with _AsPlain():
+            if func is _UNSCALE:
+                return _unscale(*args)
+            return func(*args, **kwargs) if kwargs else func(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
@@ -65,6 +89,15 @@ class GradientPiece(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
+
+
+def _unscale(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+    groups = {g.model.process_group: g.model for g in gradients if isinstance(g, GradientPiece)}
+    for group, model in groups.items():
+        model.unscaled = True
+        if group is not None and not model.scaler_agrees:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
 def _called_by_clipping(frame: FrameType | None) -> bool:
@@ -89,7 +122,7 @@ class LocalNorm(Tensor):
         if not math.isinf(norm_type):
             local = local.pow(1.0 / norm_type)
         norm = Tensor._make_subclass(LocalNorm, local.to(gradient.device))
-        norm.process_group = gradient.process_group
+        norm.process_group = gradient.model.process_group
         norm.dtype_of_gradient = gradient.dtype
         return norm
 
@@ -98,14 +131,14 @@ class LocalNorm(Tensor):
         if func is Tensor.to and isinstance(args[0], LocalNorm) and args[1:] == (args[0].device,):
             return args[0]
         if func is torch.stack:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _AsPlain():
                 values = torch.stack([norm.double() for norm in args[0]])
             norms = Tensor._make_subclass(LocalNorm, values)
             norms.stacked = list(args[0])
             return norms
         if func is torch.linalg.vector_norm:
             return _combine(args[0].stacked, float(args[1]))
-        with torch._C.DisableTorchFunctionSubclass():
+        with _AsPlain():
             return func(*args, **(kwargs or {}))
 
 
@@ -113,7 +146,7 @@ def _combine(norms: list[Tensor], norm_type: float) -> Tensor:
     """The norm over all ranks; gradients of other models count as every rank has them, once."""
     local = [norm for norm in norms if isinstance(norm, LocalNorm)]
     group = local[0].process_group
-    if any(norm.process_group is not group for norm in local):
+    if any(_ranks(norm.process_group) != _ranks(group) for norm in local):
         raise RuntimeError(
             "not supported: one norm over gradients of FSDP models that are sharded over different groups of ranks; "
             "clip each model by itself with model.clip_grad_norm_(…)"
@@ -121,11 +154,15 @@ def _combine(norms: list[Tensor], norm_type: float) -> Tensor:
     dtype = torch.promote_types(torch.float32, local[0].dtype_of_gradient)
     for norm in norms:
         dtype = torch.promote_types(dtype, norm.dtype_of_gradient if isinstance(norm, LocalNorm) else norm.dtype)
-    with torch._C.DisableTorchFunctionSubclass():
+    with _AsPlain():
         everywhere = over_ranks(power_sum(local, norm_type), norm_type, group)
         here = power_sum([norm for norm in norms if not isinstance(norm, LocalNorm)], norm_type)
         total = torch.maximum(everywhere, here) if math.isinf(norm_type) else everywhere + here
         return root(total, norm_type).to(dtype)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 # ---- the arithmetic of norms, in float64: how parameters are cut into pieces must not show in the result -------------

@@ -18,8 +18,7 @@ from torch import nn
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.activation_checkpointing import ActivationCheckpointing, Recomputed, chosen_modules
 from torchtitan_npu.fsdp.communicator import make_communicator
-from torchtitan_npu.fsdp.grad_scaler import has_scaler
-from torchtitan_npu.fsdp.gradient import GradientPiece
+from torchtitan_npu.fsdp.gradient import GradientPiece, GradientsOfModel
 from torchtitan_npu.fsdp.grouping import owners
 from torchtitan_npu.fsdp.guard import GuardedForward, Guards, guards_of
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
@@ -109,9 +108,11 @@ class FSDPState:
         self.whole: dict[str, nn.Parameter] = {}
         """Whole parameters that stand in the modules inside ``full_params``, by name."""
         self._register_owners(model)
+        self.gradients = GradientsOfModel(ranks.group)
         self._warns_of_float16 = ranks.index == 0 and any(
             info.requires_grad and info.param_dtype == torch.float16 for info in plan.params
         )
+        self._first_versions: list[int] | None = None
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
         self.engine = _C.Engine(
@@ -263,7 +264,8 @@ class FSDPState:
         new = FSDPState.__new__(FSDPState)
         new.plan, new.ranks, new.policy, new.device = self.plan, self.ranks, self.policy, self.device
         new.communicator, new.recomputed, new.selective = self.communicator, self.recomputed, self.selective
-        new._warns_of_float16 = self._warns_of_float16
+        new._warns_of_float16, new._first_versions = self._warns_of_float16, None
+        new.gradients = GradientsOfModel(self.ranks.group)
         new.hooks, new.forward_methods, new.whole, new.original_buffer_dtypes = [], {}, {}, {}
         new._slots = [[] for _ in self._slots]
         communicator = make_communicator(self.ranks, self.communicator, self.device)
@@ -390,7 +392,7 @@ class FSDPState:
                 output = cast_floating(output, self.policy.output_dtype)
             follows = hook_outputs(engine, 0, output)
             if follows and self._warns_of_float16:
-                self._warn_of_float16()
+                self._check_float16()
             engine.after_forward(0, follows)
             if not recomputed:
                 engine.end_forward(follows)
@@ -406,14 +408,20 @@ class FSDPState:
         except RuntimeError as error:  # a dead peer, as a rule; the exception on its way says more
             logger.debug("while cleaning up after an exception: %s", error)
 
-    def _warn_of_float16(self) -> None:
-        self._warns_of_float16 = False
-        model = self._model()
-        if model is not None and not has_scaler(model):
+    def _check_float16(self) -> None:
+        """At each forward that a backward follows: weights that have changed without a scaler's look at the gradients
+        since the first one were trained without.
+        """
+        versions = [p.sharded._version for p in self.params if p.sharded.numel()]
+        if self._first_versions is None or self.gradients.unscaled:
+            self._first_versions = versions
+            self._warns_of_float16 = not self.gradients.unscaled
+        elif versions != self._first_versions:
+            self._warns_of_float16 = False
             self._log(
-                "the model computes in float16 and no torchtitan_npu.fsdp.GradScaler was made for it: small gradients "
-                "become zero, and one overflow makes the weights NaN. Make scaler = GradScaler(model) and use it like "
-                "torch.amp.GradScaler (torch's own would decide on each rank alone), or use bfloat16 (said once)"
+                "the model computes in float16 and was updated without a gradient scaler: small gradients become zero, "
+                "and one overflow makes the weights NaN. Make scaler = torchtitan_npu.fsdp.GradScaler(model) and use "
+                "it like torch.amp.GradScaler, or use bfloat16 (said once)"
             )
 
     @contextmanager
@@ -468,7 +476,7 @@ class FSDPState:
 
     def _wrap_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """What ``.grad`` of a piece will be; ``gradient`` is a view of the shard of gradients."""
-        return GradientPiece.of(gradient, self.ranks.group)
+        return GradientPiece.of(gradient, self.gradients)
 
     def _log(self, message: str) -> None:
         logger.warning("rank %d: %s", self.ranks.ranks[self.ranks.index], message)
