@@ -250,8 +250,8 @@ class FSDPState:
     def _surround_calls(self) -> None:
         unit_of = {m: i for i, unit in enumerate(self.plan.module_units) if i > 0 for m in unit.modules}
         for module in self.recomputed:  # inside what gathers, so first
-            unit = unit_of.get(module)
-            begins = None if unit is None else functools.partial(self.engine.before_recomputation, unit)
+            of = unit_of.get(module)
+            begins = None if of is None else functools.partial(self.engine.before_recomputation, of)
             surround(module, Recomputed(self.selective, begins))
         for index, unit in enumerate(self.plan.module_units):
             if index == 0:
