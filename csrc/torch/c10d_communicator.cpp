@@ -355,6 +355,7 @@ void C10dCommunicator::start(const runtime::Contribution& c, bool is_void) {
   auto& r = reduction_of_.at(c.bucket);
   const auto what = is_void ? Header::What::kVoidReduction : Header::What::kReduction;
   const Header header{what, c.bucket, static_cast<std::int64_t>(c.round)};
+  r.round = c.round;
   r.launched = true;
   if (is_void) {
     r.job = reduction_queue_->add(header, c.reported, nullptr);
