@@ -34,6 +34,8 @@ runtime::MemoryLayout layout_of(const ShardPlan& plan, const Arena& arena) {
   for (const auto& unit : plan.units()) {
     layout.unit_names.push_back(unit.name);
   }
+  layout.staging_bytes = arena.staging_bytes();
+  layout.staging = arena.staging();
   return layout;
 }
 

@@ -26,7 +26,8 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
       client_(client),
       buckets_(plan.buckets().size()),
       slots_(arena.slots().size()),
-      index_in_bucket_(plan.params().size(), 0) {
+      index_in_bucket_(plan.params().size(), 0),
+      launch_order_(arena.reduce_order()) {
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const auto& params = plan.buckets()[b].params;
     buckets_[b].reported.assign((params.size() + 63) / 64, 0);
@@ -35,27 +36,13 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
       index_in_bucket_[static_cast<std::size_t>(params[i])] = i;
     }
   }
-  // The order in which a chain of units runs backward; buckets that fill up all through the backward come last.
-  for (const bool own_slots : {false, true}) {
-    for (std::size_t u = plan.units().size(); u-- > 0;) {
-      const auto& of_unit = plan.unit_buckets()[u];
-      for (auto b = of_unit.rbegin(); b != of_unit.rend(); ++b) {
-        if (is_reduced(spec(*b)) && (arena.own_slot(*b) >= 0) == own_slots) {
-          launch_order_.push_back(*b);
-        }
-      }
-    }
-  }
 }
 
 std::byte* Reducer::slot_memory(std::int32_t slot) const {
   return comm_.reduce_memory() + arena_.slots()[static_cast<std::size_t>(slot)].offset;
 }
 
-DType Reducer::accumulate_dtype(std::int32_t bucket) const {
-  const DType wire = arena_.wire_dtype(bucket);
-  return size_of(wire) < 4 ? DType::kFloat32 : wire;
-}
+DType Reducer::accumulate_dtype(std::int32_t bucket) const { return runtime::sum_dtype(arena_.wire_dtype(bucket)); }
 
 void Reducer::begin_round(bool reduce) {
   TT_CHECK(!active_, "round ", round_, " is still in progress");
@@ -246,6 +233,12 @@ void Reducer::progress() {
       launched_.erase(launched_.begin() + static_cast<std::ptrdiff_t>(i));
       sum(bucket);
     } else {
+      // Read by all ranks that it is shared with, while its sum travels on.
+      auto& b = state(bucket);
+      if (b.slot >= 0 && comm_.contribution_is_free(static_cast<std::uint32_t>(bucket), round_)) {
+        slots_[static_cast<std::size_t>(b.slot)].taken = false;
+        b.slot = -1;
+      }
       ++i;
     }
   }
@@ -260,13 +253,13 @@ void Reducer::sum(std::int32_t bucket) {
     std::vector<const std::byte*> sources(segments.size());
     const DType master = spec(bucket).master_dtype;
     runtime::SumSpec how;
-    how.wire = arena_.wire_dtype(bucket);
+    how.wire = comm_.segment_dtype(arena_.wire_dtype(bucket));
     how.result = master;
     how.round_to = schedule_.has_reduce_dtype ? schedule_.reduce_dtype : spec(bucket).param_dtype;
     if (size_of(how.round_to) >= size_of(master)) {
       how.round_to = master;
     }
-    how.divisor = plan_.world_size();
+    how.divisor = static_cast<double>(plan_.world_size()) * comm_.replicas();
     std::byte* shard = client_.gradient_shard(bucket);
     const auto& params = spec(bucket).params;
     for (std::size_t i = 0; i < params.size(); ++i) {

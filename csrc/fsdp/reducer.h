@@ -23,7 +23,7 @@ struct GradientDestination {
 
 class Reducer {
  public:
-  // `divisor`: number of ranks whose gradients are averaged. All references must outlive the reducer.
+  // All references must outlive the reducer.
   Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& schedule, runtime::Communicator& comm,
           runtime::Device& device, EngineClient& client);
 
@@ -84,7 +84,7 @@ class Reducer {
   std::vector<BucketState> buckets_;
   std::vector<SlotState> slots_;
   std::vector<std::size_t> index_in_bucket_;  // per parameter
-  std::vector<std::int32_t> launch_order_;    // reduced buckets: units last to first, those with own slots at the end
+  std::vector<std::int32_t> launch_order_;    // Arena::reduce_order()
   std::size_t next_launch_ = 0;
   std::deque<std::int32_t> launched_;  // not yet summed, in launch order
   std::uint64_t round_ = 0;

@@ -33,6 +33,12 @@ struct Segments {
   std::size_t shard_bytes = 0;
 };
 
+// Where one bucket lies while it travels between replicas.
+struct Staging {
+  std::size_t offset = 0;
+  std::size_t bytes = 0;  // 0: never reduced
+};
+
 // Sizes agreed before any collective, the same on all ranks.
 struct MemoryLayout {
   std::size_t gather_bytes = 0;              // planned: backed by memory at once
@@ -42,7 +48,18 @@ struct MemoryLayout {
   std::uint32_t places = 0;                  // gather places are numbered 0 .. places-1
   std::vector<std::uint32_t> bucket_params;  // parameters in each bucket that is reduced (0: never reduced)
   std::vector<std::string> unit_names;       // for messages
+  std::size_t staging_bytes = 0;             // private memory of each rank; 0 with one replica
+  std::vector<Staging> staging = {};         // per bucket, in that memory; buckets may overlap
 };
+
+// What gradients of `wire` are added up in.
+constexpr DType sum_dtype(DType wire) { return size_of(wire) < 4 ? DType::kFloat32 : wire; }
+
+// Elements of sum_dtype that a bucket's shard takes between replicas: itself, one flag per parameter, and two values
+// per replica that say what it sends.
+constexpr std::size_t staged_numel(std::size_t shard_numel, std::size_t params, int replicas) {
+  return shard_numel + params + 2 * static_cast<std::size_t>(replicas);
+}
 
 inline constexpr std::size_t kNoGradient = ~std::size_t{0};
 
@@ -63,6 +80,8 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual const char* name() const = 0;  // "shared memory", "c10d": for logs
+  // Copies of the sharded model; one reduction adds up the gradients of size() * replicas() ranks.
+  virtual int replicas() const { return 1; }
 
   // Collective; called once, before anything below.
   virtual void allocate(const MemoryLayout& layout) = 0;
@@ -99,6 +118,8 @@ class Communicator {
   virtual std::vector<std::uint64_t> reported_anywhere(std::uint32_t bucket, std::uint64_t round) = 0;
   // Once ready: pointers to my segment in each rank's contribution, in rank order; null where a rank has none.
   virtual std::vector<const std::byte*> my_segment_everywhere(std::uint32_t bucket, std::uint64_t round) = 0;
+  // Element type of these segments, for contributions of `wire`; wider where they are sums already.
+  virtual DType segment_dtype(DType wire) const { return wire; }
   // I have read all that I need of (bucket, round).
   virtual void finish_reduce(std::uint32_t bucket, std::uint64_t round) = 0;
   // Whether all ranks have finished with my contribution, so that its memory may be written again.

@@ -23,6 +23,10 @@ TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp
   if (comm_->size() != plan_->world_size()) {
     throw ValueError(str("the plan is for ", plan_->world_size(), " ranks, the communicator has ", comm_->size()));
   }
+  if (comm_->replicas() != schedule.replicas) {
+    throw ValueError(
+        str("the schedule is for ", schedule.replicas, " replicas, the communicator has ", comm_->replicas()));
+  }
   for (std::size_t b = 0; b < plan_->buckets().size(); ++b) {
     const auto& bucket = plan_->buckets()[b];
     const auto& unit = plan_->units()[static_cast<std::size_t>(bucket.unit)].name;

@@ -8,7 +8,7 @@ import secrets
 import torch.distributed as dist
 
 from torchtitan_npu import _C
-from torchtitan_npu.fsdp.mesh import RankGroup
+from torchtitan_npu.fsdp.mesh import Mesh
 from torchtitan_npu.launch import read_timeouts
 
 logger = logging.getLogger(__name__)
@@ -16,10 +16,21 @@ logger = logging.getLogger(__name__)
 KINDS = ("auto", "shared_memory", "c10d")
 
 
-def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
-    """Collective over ``ranks``. ``kind``: ``"auto"``, or one of the two to insist on it (ValueError where it is
-    impossible).
+def make_communicator(mesh: Mesh, kind: str = "auto") -> _C.Communicator:
+    """Collective over the ranks of ``mesh``. ``kind``: ``"auto"``, or one of the two to insist on it (ValueError where
+    it is impossible). It is about the ranks that shard; replicas reduce through c10d.
     """
+    inner = _sharding_communicator(mesh, kind)
+    if mesh.replicate.size == 1:
+        return inner
+    token = [secrets.token_hex(16)]
+    dist.broadcast_object_list(token, src=mesh.everyone.ranks[0], group=mesh.everyone.group)
+    board = dist.PrefixStore(f"torchtitan-npu/{token[0]}", dist.distributed_c10d._get_default_store())
+    return _C.HybridCommunicator(inner, mesh.new_group(mesh.columns), list(mesh.replicate.ranks), board)
+
+
+def _sharding_communicator(mesh: Mesh, kind: str) -> _C.Communicator:
+    ranks = mesh.shard
     if kind not in KINDS:
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
     timeouts = read_timeouts()
@@ -47,8 +58,4 @@ def make_communicator(ranks: RankGroup, kind: str = "auto") -> _C.Communicator:
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")
-    # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
-    # wrapped a small model alone), they would wait under different names. The whole world needs none.
-    local = ranks.size < dist.get_world_size()
-    groups = [dist.new_group(list(ranks.ranks), use_local_synchronization=local) for _ in range(2)]
-    return _C.C10dCommunicator(*groups)
+    return _C.C10dCommunicator(mesh.new_group(mesh.rows), mesh.new_group(mesh.rows))

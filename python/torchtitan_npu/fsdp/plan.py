@@ -61,6 +61,9 @@ class FSDPPlan:
     units: tuple[UnitInfo, ...]
     params: tuple[ParamInfo, ...]
     world_size: int
+    """Ranks that shard the model."""
+    replicas: int
+    """Sharded copies of it that train together."""
     bucket_cap_mb: float | None
     num_parameters: int
     """Elements of all parameters, tied ones once."""
@@ -74,25 +77,29 @@ class FSDPPlan:
     """Memory for gathered parameters. Ranks of one machine share it."""
     reduce_bytes: int
     """Memory for gradients on their way, per rank."""
+    staging_bytes: int
+    """Memory for their sums on the way between replicas, per rank; 0 with one replica."""
     native: _C.ShardPlan
     schedule: _C.Schedule
     module_units: tuple[Unit, ...]
 
     @property
     def arena_bytes(self) -> int:
-        """Gather and reduce memory together: the peak extra bytes of training."""
-        return self.gather_bytes + self.reduce_bytes
+        """Gather, reduce and staging memory together: the peak extra bytes of training."""
+        return self.gather_bytes + self.reduce_bytes + self.staging_bytes
 
     def describe(self) -> str:
         """One log line."""
         cap = "none" if self.bucket_cap_mb is None else f"{self.bucket_cap_mb:g} MiB"
+        ranks = f"{self.world_size} ranks" if self.replicas == 1 else f"{self.replicas} x {self.world_size} ranks"
+        staging = "" if self.replicas == 1 else f", between replicas {_mib(self.staging_bytes)}"
         return (
             f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets "
             f"(cap {cap}), "
-            f"{self.world_size} ranks, padding {100 * self.padding_fraction:.3f} %; per rank "
+            f"{ranks}, padding {100 * self.padding_fraction:.3f} %; per rank "
             f"{_mib(self.parameter_bytes)} "
             f"parameters, {_mib(self.gradient_bytes)} gradients, at most {_mib(self.arena_bytes)} extra while training "
-            f"(gathered {_mib(self.gather_bytes)}, reduce {_mib(self.reduce_bytes)})"
+            f"(gathered {_mib(self.gather_bytes)}, reduce {_mib(self.reduce_bytes)}{staging})"
         )
 
 
@@ -104,18 +111,21 @@ def plan_model(
     model: nn.Module,
     world_size: int,
     *,
+    replicas: int = 1,
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     bucket_cap_mb: float | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> FSDPPlan:
-    """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks. Needs no device; meta tensors will
-    do.
+    """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks, ``replicas`` times. Needs no device;
+    meta tensors will do.
 
     Raises ValueError for a model that cannot be sharded (no parameters, DTensor parameters, …) or a bad option.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if replicas < 1:
+        raise ValueError(f"replicas must be at least 1, got {replicas}")
     if bucket_cap_mb is not None and (isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0):
         raise ValueError(f"bucket_cap_mb must be positive or None (one bucket per unit), got {bucket_cap_mb!r}")
     policy = mixed_precision or MixedPrecisionPolicy()
@@ -146,6 +156,7 @@ def plan_model(
         nesting=nesting_depth(units, reshards),
         prefetch=PREFETCH,
         reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],
+        replicas=replicas,
     )
     arena = _C.Arena(native, schedule)
     buckets = native.buckets
@@ -162,6 +173,7 @@ def plan_model(
         ),
         params=tuple(params),
         world_size=world_size,
+        replicas=replicas,
         bucket_cap_mb=bucket_cap_mb,
         num_parameters=sum(info.numel for info in params),
         num_buckets=len(buckets),
@@ -170,6 +182,7 @@ def plan_model(
         gradient_bytes=sum(size for size, b in zip(shard_bytes, buckets, strict=True) if b.requires_grad),
         gather_bytes=arena.gather_bytes,
         reduce_bytes=arena.reduce_bytes,
+        staging_bytes=arena.staging_bytes,
         native=native,
         schedule=schedule,
         module_units=tuple(units),

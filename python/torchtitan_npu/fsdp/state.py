@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
-from torchtitan_npu.fsdp.mesh import RankGroup
+from torchtitan_npu.fsdp.mesh import Mesh
 from torchtitan_npu.fsdp.plan import FSDPPlan
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
 from torchtitan_npu.fsdp.tensors import cast_floating, tensors_in
@@ -54,7 +54,7 @@ class FSDPState:
         self,
         model: nn.Module,
         plan: FSDPPlan,
-        ranks: RankGroup,
+        mesh: Mesh,
         policy: MixedPrecisionPolicy,
         *,
         communicator: str = "auto",
@@ -62,7 +62,8 @@ class FSDPState:
         init_seed: int | None = None,
     ) -> None:
         self.plan = plan
-        self.ranks = ranks
+        self.mesh = mesh
+        self.ranks = mesh.shard
         self.policy = policy
         self.params: list[ShardedParam] = []
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
@@ -70,11 +71,11 @@ class FSDPState:
         self._model = weakref.ref(model)
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
-        self.engine = _C.Engine(plan.native, plan.schedule, make_communicator(ranks, communicator), weakref.ref(self))
+        self.engine = _C.Engine(plan.native, plan.schedule, make_communicator(mesh, communicator), weakref.ref(self))
         self._shard(model, param_init_fn, init_seed)
         self._cast_buffers(model)
         self._hook_units()
-        if ranks.index == 0:
+        if mesh.everyone.is_first:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
 
     # ---- building ----------------------------------------------------------------------------------------------------
@@ -92,15 +93,16 @@ class FSDPState:
                     )
 
     def _check_plans_agree(self) -> None:
-        if self.ranks.group is None:
+        everyone = self.mesh.everyone
+        if everyone.group is None:
             return
         mine = self.plan.native.hash()
-        hashes: list[int] = [0] * self.ranks.size
-        dist.all_gather_object(hashes, mine, group=self.ranks.group)
+        hashes: list[int] = [0] * everyone.size
+        dist.all_gather_object(hashes, mine, group=everyone.group)
         other = next((i for i, value in enumerate(hashes) if value != hashes[0]), None)
         if other is not None:
             raise ValueError(
-                f"rank {self.ranks.ranks[0]} and rank {self.ranks.ranks[other]} wrap different models or use "
+                f"rank {everyone.ranks[0]} and rank {everyone.ranks[other]} wrap different models or use "
                 f"different FSDP options "
                 "(shapes, dtypes, requires_grad, bucket_cap_mb or units differ): build the model alike on all ranks"
             )
@@ -111,10 +113,10 @@ class FSDPState:
             for key in module._parameters:
                 holders.setdefault(f"{module_name}.{key}" if module_name else key, []).append((module, key))
         is_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        initializer = MetaInitializer(model, agree_on_seed(init_seed, self.ranks), param_init_fn) if is_meta else None
+        initializer = MetaInitializer(model, agree_on_seed(init_seed, self.mesh.everyone), param_init_fn) if is_meta else None
         if initializer is None:
             tensors = {name: t.data for name, t in (*model.named_parameters(), *model.named_buffers())}
-            make_ranks_agree(tensors, self.ranks)
+            make_ranks_agree(tensors, self.mesh.everyone)
 
         plan_names = {info.name: info.names for info in self.plan.params}
         index = 0

@@ -178,21 +178,22 @@ def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]
                 gathered = gather_piece(state, value)
                 done[value.fqn] = gathered if gathered is not None else torch.empty(0)
             value = done[value.fqn]
-        if state.ranks.index == 0:
+        if state.mesh.everyone.is_first:
             is_buffer = isinstance(value, torch.Tensor) and key not in names
             full[key] = value.detach().clone() if is_buffer else value
     return full
 
 
 def _all_here(state: FSDPState) -> None:
-    if state.ranks.group is None or state.ranks.size == 1:
+    everyone = state.mesh.everyone
+    if everyone.group is None or everyone.size == 1:
         return
     seconds = float(os.environ.get("TORCHTITAN_NPU_STATE_DICT_TIMEOUT", FULL_TIMEOUT_SECONDS))
     try:
-        dist.monitored_barrier(state.ranks.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
+        dist.monitored_barrier(everyone.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {state.ranks.ranks[state.ranks.index]}: a FULL state dict is collective, but not all ranks called "
+            f"rank {everyone.ranks[everyone.index]}: a FULL state dict is collective, but not all ranks called "
             f"it within {seconds:g} s "
             f"({error}). Call model.state_dict() on all ranks (outside of 'if rank == 0'), or use the sharded kind, "
             f"which needs no "
@@ -206,6 +207,8 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
     index = state.params.index(param)
     item = 1 if param.sharded.dtype.is_floating_point else param.sharded.dtype.itemsize
     flat = piece.plain().contiguous().reshape(-1)
+    if state.mesh.everyone.ranks[0] not in state.ranks.ranks:
+        return None  # another replica sends its pieces
     if state.ranks.index != 0:
         if flat.numel():
             dist.send(flat, dst=state.ranks.ranks[0], group=state.ranks.group)
@@ -234,7 +237,8 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with state_dict_type(model, StateDictType.FULL_STATE_DICT):
         full = model.state_dict()
     problem = [""]
-    if state.ranks.index == 0:
+    everyone = state.mesh.everyone
+    if everyone.is_first:
         target = Path(path)
         temporary = ""
         try:
@@ -250,7 +254,7 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
             problem[0] = str(error)
             if temporary:
                 Path(temporary).unlink(missing_ok=True)
-    if state.ranks.group is not None:
-        dist.broadcast_object_list(problem, src=state.ranks.ranks[0], group=state.ranks.group)
+    if everyone.group is not None:
+        dist.broadcast_object_list(problem, src=everyone.ranks[0], group=everyone.group)
     if problem[0]:
         raise RuntimeError(f"cannot write the model to {os.fspath(path)}: {problem[0]}")

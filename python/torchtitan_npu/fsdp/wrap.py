@@ -47,7 +47,8 @@ class FSDP(metaclass=_WrapOnCall):
             ranks.
         mixed_precision: ``MixedPrecisionPolicy`` or None.
         device_mesh: the ranks that share the model: None (all), an int, a list or 1-D tensor of global ranks, a 1-D
-        ``DeviceMesh``.
+            ``DeviceMesh``. Two dimensions (replicate x shard) are hybrid sharding: each row of ranks holds a sharded
+            copy of the model; gradients are averaged over all ranks, and all copies stay equal bit for bit.
         reshard_after_forward: free gathered parameters after each forward (True, the default for units) or keep them
             until after backward (False). The root unit is always kept.
         bucket_cap_mb: largest collective in MiB of ``param_dtype`` bytes; a parameter larger than it is a bucket by
@@ -156,10 +157,11 @@ def _wrap(
             "not supported yet: activation_checkpointing; wrap the blocks with torch.utils.checkpoint yourself"
         )
     policy = mixed_precision or MixedPrecisionPolicy()
-    ranks = resolve_mesh(device_mesh)
+    mesh = resolve_mesh(device_mesh)
     plan = plan_model(
         module,
-        ranks.size,
+        mesh.shard.size,
+        replicas=mesh.replicate.size,
         mixed_precision=policy,
         reshard_after_forward=reshard_after_forward,
         bucket_cap_mb=bucket_cap_mb,
@@ -168,7 +170,7 @@ def _wrap(
     state = FSDPState(
         module,
         plan,
-        ranks,
+        mesh,
         policy,
         communicator=communicator,
         param_init_fn=param_init_fn,
