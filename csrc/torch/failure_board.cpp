@@ -9,6 +9,7 @@ namespace tt {
 namespace {
 
 constexpr const char* kFailed = "failed";
+constexpr const char* kStoreIsGone = "the store of the process group is gone, as a rule with the rank that holds it";
 
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
@@ -31,11 +32,19 @@ void FailureBoard::post_stop(std::uint64_t last, std::uint64_t round) noexcept {
   }
 }
 
-std::string FailureBoard::look(std::uint64_t operation, std::uint64_t round) {
+std::string FailureBoard::failure() {
   try {
     if (store_->check({kFailed})) {
       return str("a rank has given up (", text_of(store_->get(kFailed)), ")");
     }
+  } catch (const std::exception& error) {
+    return str(kStoreIsGone, " (", error.what(), ")");
+  }
+  return {};
+}
+
+std::string FailureBoard::stop(std::uint64_t operation, std::uint64_t round) {
+  try {
     for (const auto& partner : partners_) {
       if (partner == mine_ || !store_->check({partner})) {
         continue;
@@ -48,11 +57,11 @@ std::string FailureBoard::look(std::uint64_t operation, std::uint64_t round) {
         return str(partner, " has closed its communicator. All ranks must run the same number of steps");
       }
       if (operation > last && its_round == round) {
-        return str(partner, " has given this backward pass up after an exception. All ranks must raise it, or none");
+        return str(partner, " has given this backward pass up. An exception on one rank must stop all");
       }
     }
   } catch (const std::exception& error) {
-    return str("the store of the process group is gone, as a rule with the rank that holds it (", error.what(), ")");
+    return str(kStoreIsGone, " (", error.what(), ")");
   }
   return {};
 }

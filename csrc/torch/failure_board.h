@@ -19,8 +19,10 @@ class FailureBoard {
   // This rank sends nothing after its operation `last`: in `round`, or (0) ever.
   void post_stop(std::uint64_t last, std::uint64_t round) noexcept;
 
-  // Why `operation` of `round` will never complete, as far as the board tells; empty: it may.
-  std::string look(std::uint64_t operation, std::uint64_t round);
+  // Why nothing will complete any more, as far as the board tells; empty: it may.
+  std::string failure();
+  // Why `operation` of `round` will never complete: a partner has stopped before it.
+  std::string stop(std::uint64_t operation, std::uint64_t round);
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;

@@ -51,7 +51,8 @@ std::vector<std::string> names_of(const std::vector<int>& global_ranks) {
 // Sleeps between looks at what other ranks do, a little longer each time.
 class HybridCommunicator::Patience {
  public:
-  explicit Patience(HybridCommunicator& owner) : owner_(owner) {}
+  // `to_the_end`: this rank's part of the backward is done, so what does not come now is an error.
+  Patience(HybridCommunicator& owner, bool to_the_end) : owner_(owner), to_the_end_(to_the_end) {}
 
   void pause() {
     std::this_thread::sleep_for(pause_);
@@ -76,7 +77,10 @@ class HybridCommunicator::Patience {
       if (!travel.wanted) {
         continue;
       }
-      const std::string why = owner_.board_.look(travel.number, travel.round);
+      std::string why = owner_.board_.failure();
+      if (why.empty() && to_the_end_) {
+        why = owner_.board_.stop(travel.number, travel.round);
+      }
       if (!why.empty() && !travel.work->isCompleted()) {
         owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], ": ",
                            owner_.describe(travel.bucket, travel.round), " will not come: ", why));
@@ -86,6 +90,7 @@ class HybridCommunicator::Patience {
   }
 
   HybridCommunicator& owner_;
+  bool to_the_end_;
   microseconds pause_{10};
   microseconds since_progress_{0};
   microseconds since_look_{0};
@@ -295,8 +300,11 @@ void HybridCommunicator::arrive(Travel& travel) {
     }
     return;
   }
-  check_tags(travel);
   auto& r = reduction(travel.bucket, travel.round);
+  if (!all_sent(travel)) {
+    r.phase = Phase::kVoid;
+    return;
+  }
   std::fill(r.reported.begin(), r.reported.end(), 0);
   for (std::size_t i = 0; i < layout_.bucket_params[travel.bucket]; ++i) {
     if (read_value(travel.data, r.shard_numel + i) != 0) {
@@ -306,7 +314,8 @@ void HybridCommunicator::arrive(Travel& travel) {
   r.phase = Phase::kReady;
 }
 
-void HybridCommunicator::check_tags(const Travel& travel) {
+bool HybridCommunicator::all_sent(const Travel& travel) {
+  bool all = true;
   const std::size_t first = reductions_[travel.bucket].shard_numel + layout_.bucket_params[travel.bucket];
   for (std::size_t index = 0; index < global_ranks_.size(); ++index) {
     const auto bucket = static_cast<std::uint64_t>(read_value(travel.data, first + 2 * index));
@@ -314,12 +323,15 @@ void HybridCommunicator::check_tags(const Travel& travel) {
     if (bucket == travel.bucket + 1 && round == travel.round % kRoundModulus) {
       continue;
     }
-    const std::string its = bucket == 0 ? str("has given a backward pass up")
-                                        : str("sums bucket ", bucket - 1, " of backward pass ", round);
+    if (bucket == 0) {
+      all = false;
+      continue;
+    }
     give_up(str("replicas have come apart: ", replica(replica_), " sums bucket ", travel.bucket, " of backward pass ",
-                travel.round, ", ", replica(index), " ", its,
+                travel.round, ", ", replica(index), " bucket ", bucket - 1, " of backward pass ", round,
                 ". All ranks must run the same number of backward passes, and an exception on one must stop all"));
   }
+  return all;
 }
 
 void HybridCommunicator::abort_round(std::uint64_t round) {
@@ -339,7 +351,7 @@ void HybridCommunicator::abort_round(std::uint64_t round) {
   }
   for (std::uint32_t bucket = 0; bucket < reductions_.size(); ++bucket) {
     auto& r = reductions_[bucket];
-    if (r.phase == Phase::kReady) {
+    if (r.phase == Phase::kReady || r.phase == Phase::kVoid) {
       leave_staging(bucket);
     }
     r = Reduction{};
@@ -352,18 +364,28 @@ bool HybridCommunicator::has_arrived(std::uint32_t bucket, std::uint64_t round) 
   return phase == Phase::kReady || phase == Phase::kFinished;
 }
 
+void HybridCommunicator::check_not_void(std::uint64_t round) {
+  for (std::uint32_t bucket = 0; bucket < reductions_.size(); ++bucket) {
+    if (reductions_[bucket].phase == Phase::kVoid) {
+      give_up(str("replicas have come apart: ", replica(replica_), " has run backward pass ", round,
+                  " to its end, another replica has given it up. An exception on one rank must stop all"));
+    }
+  }
+}
+
 bool HybridCommunicator::reduce_is_ready(std::uint32_t bucket, std::uint64_t round) {
   return guarded([&] { return has_arrived(bucket, round); });
 }
 
 void HybridCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) {
   guarded([&] {
-    Patience patience(*this);
+    Patience patience(*this, true);
     while (!has_arrived(bucket, round)) {
       if (reduction(bucket, round).phase == Phase::kInner) {
         const std::uint32_t first = to_stage_.front();
         inner_->wait_reduce_ready(first, reductions_[first].round);
       }
+      check_not_void(round);
       patience.pause();
     }
   });
@@ -373,7 +395,7 @@ bool HybridCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::u
   // Launches in other replicas cannot be seen, so waiting for longer than they usually take could be a deadlock.
   constexpr milliseconds kUsual{200};
   return guarded([&] {
-    Patience patience(*this);
+    Patience patience(*this, false);
     std::uint64_t arrived = arrived_;
     auto deadline = std::chrono::steady_clock::now() + kUsual;
     while (!has_arrived(bucket, round)) {
@@ -387,7 +409,7 @@ bool HybridCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::u
         arrived = arrived_;
         deadline = std::chrono::steady_clock::now() + kUsual;
       }
-      if (std::chrono::steady_clock::now() > deadline) {
+      if (std::chrono::steady_clock::now() > deadline || reduction(bucket, round).phase == Phase::kVoid) {
         return false;
       }
       patience.pause();

@@ -77,6 +77,7 @@ class HybridCommunicator final : public runtime::Communicator {
     kInner,    // launched inside the replica
     kBetween,  // its sum travels between the replicas
     kReady,    // the sum of all ranks is in staging memory
+    kVoid,     // another replica has given the round up, which is right only if this one does, too
     kFinished,
   };
 
@@ -104,7 +105,11 @@ class HybridCommunicator final : public runtime::Communicator {
   void stage(std::uint32_t bucket);
   void send(std::uint32_t bucket, at::Tensor data, bool staged);
   void arrive(Travel& travel);
-  void check_tags(const Travel& travel);
+  // Whether all replicas have sent what `travel` is about; throws if one has sent anything else, except that it gives
+  // the round up.
+  bool all_sent(const Travel& travel);
+  // Throws if another replica has given up the round that this rank has run to its end.
+  void check_not_void(std::uint64_t round);
   bool staging_is_free(std::uint32_t bucket) const;
   void leave_staging(std::uint32_t bucket);
   std::size_t numel_of(std::uint32_t bucket) const;

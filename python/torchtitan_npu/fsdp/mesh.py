@@ -176,7 +176,7 @@ def _as_tensor(ranks: Sequence[Any]) -> torch.Tensor:
             f"as many, got {list(ranks)}"
         )
     try:
-        return torch.tensor(list(ranks))
+        return torch.tensor(list(ranks), device="cpu")  # also under torch.device("meta")
     except (TypeError, ValueError) as error:
         raise ValueError(f"device_mesh must hold global ranks (integers), got {ranks!r}") from error
 
