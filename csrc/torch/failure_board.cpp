@@ -1,7 +1,6 @@
 #include "torch/failure_board.h"
 
 #include <exception>
-#include <sstream>
 
 #include "base/error.h"
 
@@ -26,7 +25,7 @@ void FailureBoard::post_failure(const std::string& why) noexcept {
 
 void FailureBoard::post_stop(std::uint64_t last, std::uint64_t round) noexcept {
   try {
-    store_->set(mine_, bytes_of(str(last, " ", round)));
+    store_->set(str(mine_, "/", round), bytes_of(str(last)));
   } catch (const std::exception&) {
     // As above.
   }
@@ -43,20 +42,24 @@ std::string FailureBoard::failure() {
   return {};
 }
 
+std::optional<std::uint64_t> FailureBoard::last_of(const std::string& name, std::uint64_t round) {
+  const std::string key = str(name, "/", round);
+  if (!store_->check({key})) {
+    return std::nullopt;
+  }
+  return std::stoull(text_of(store_->get(key)));
+}
+
 std::string FailureBoard::stop(std::uint64_t operation, std::uint64_t round) {
   try {
     for (const auto& partner : partners_) {
-      if (partner == mine_ || !store_->check({partner})) {
+      if (partner == mine_) {
         continue;
       }
-      std::istringstream stop(text_of(store_->get(partner)));
-      std::uint64_t last = 0;
-      std::uint64_t its_round = 0;
-      stop >> last >> its_round;
-      if (operation > last && its_round == 0) {
+      if (const auto last = last_of(partner, 0); last && operation > *last) {
         return str(partner, " has closed its communicator. All ranks must run the same number of steps");
       }
-      if (operation > last && its_round == round) {
+      if (const auto last = last_of(partner, round); last && operation > *last) {
         return str(partner, " has given this backward pass up. An exception on one rank must stop all");
       }
     }
@@ -64,6 +67,24 @@ std::string FailureBoard::stop(std::uint64_t operation, std::uint64_t round) {
     return str(kStoreIsGone, " (", error.what(), ")");
   }
   return {};
+}
+
+std::optional<std::string> FailureBoard::compare_stops(std::uint64_t last, std::uint64_t round) {
+  try {
+    for (const auto& partner : partners_) {
+      const auto its = partner == mine_ ? std::optional(last) : last_of(partner, round);
+      if (!its) {
+        return std::nullopt;
+      }
+      if (*its != last) {
+        return str(mine_, " has given backward pass ", round, " up after ", last, " sums, ", partner, " after ", *its,
+                   ". An exception must stop all ranks at the same place");
+      }
+    }
+  } catch (const std::exception& error) {
+    return str(kStoreIsGone, " (", error.what(), ")");
+  }
+  return "";
 }
 
 }  // namespace tt

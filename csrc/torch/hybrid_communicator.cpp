@@ -73,20 +73,20 @@ class HybridCommunicator::Patience {
 
  private:
   void look_at_board() {
-    for (const auto& travel : owner_.travels_) {
-      if (!travel.wanted) {
-        continue;
-      }
-      std::string why = owner_.board_.failure();
-      if (why.empty() && to_the_end_) {
-        why = owner_.board_.stop(travel.number, travel.round);
-      }
-      if (!why.empty() && !travel.work->isCompleted()) {
-        owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], ": ",
-                           owner_.describe(travel.bucket, travel.round), " will not come: ", why));
-      }
-      return;  // those behind it wait for the same
+    // The first that is waited for: those behind it wait for the same.
+    const auto first =
+        std::find_if(owner_.travels_.begin(), owner_.travels_.end(), [](const Travel& t) { return t.wanted; });
+    const bool travels = first != owner_.travels_.end();
+    std::string why = owner_.board_.failure();
+    if (why.empty() && to_the_end_) {
+      why = travels ? owner_.board_.stop(first->number, first->round)
+                    : owner_.board_.stop(owner_.sent_ + 1, owner_.given_up_round_);
     }
+    if (why.empty() || (travels && first->work->isCompleted())) {
+      return;
+    }
+    const std::string what = travels ? owner_.describe(first->bucket, first->round) : "the sum over replicas";
+    owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], ": ", what, " will not come: ", why));
   }
 
   HybridCommunicator& owner_;
@@ -225,8 +225,29 @@ std::size_t HybridCommunicator::numel_of(std::uint32_t bucket) const {
   return runtime::staged_numel(reductions_[bucket].shard_numel, layout_.bucket_params[bucket], replicas());
 }
 
+// After a round that was given up, partners that have sent another number of sums must not meet.
+bool HybridCommunicator::may_send() {
+  if (given_up_round_ == 0) {
+    return true;
+  }
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_comparison_) {
+    return false;
+  }
+  next_comparison_ = now + milliseconds(1);  // asks a server
+  const auto difference = board_.compare_stops(sent_, given_up_round_);
+  if (!difference) {
+    return false;
+  }
+  if (!difference->empty()) {
+    give_up(str("replicas have come apart: ", *difference));
+  }
+  given_up_round_ = 0;
+  return true;
+}
+
 void HybridCommunicator::advance() {
-  while (!to_stage_.empty()) {
+  while (!to_stage_.empty() && may_send()) {
     const std::uint32_t bucket = to_stage_.front();
     if (!inner_->reduce_is_ready(bucket, reductions_[bucket].round) || !staging_is_free(bucket)) {
       break;
@@ -345,6 +366,7 @@ void HybridCommunicator::abort_round(std::uint64_t round) {
       send(bucket, at::zeros({static_cast<std::int64_t>(numel_of(bucket))}, options), false);
     }
     board_.post_stop(sent_, round);
+    given_up_round_ = round;
   }
   for (auto& travel : travels_) {
     travel.wanted = false;

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -110,6 +111,7 @@ class HybridCommunicator final : public runtime::Communicator {
   bool all_sent(const Travel& travel);
   // Throws if another replica has given up the round that this rank has run to its end.
   void check_not_void(std::uint64_t round);
+  bool may_send();
   bool staging_is_free(std::uint32_t bucket) const;
   void leave_staging(std::uint32_t bucket);
   std::size_t numel_of(std::uint32_t bucket) const;
@@ -140,6 +142,8 @@ class HybridCommunicator final : public runtime::Communicator {
   std::vector<std::uint32_t> in_staging_;  // buckets whose bytes there are in use
   std::uint64_t sent_ = 0;
   std::uint64_t arrived_ = 0;
+  std::uint64_t given_up_round_ = 0;  // until all partners are known to have given it up alike
+  std::chrono::steady_clock::time_point next_comparison_{};
   std::string failure_;
   std::function<void()> progress_;
 };
