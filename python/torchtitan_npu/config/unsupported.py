@@ -20,7 +20,6 @@ class Unsupported:
 
 REFUSED: tuple[Unsupported, ...] = (
     Unsupported("parallel.tp_degree", "> 1", lambda degree: degree > 1, "set it to 1"),
-    Unsupported("parallel.strategy", "hsdp", lambda strategy: strategy == "hsdp", "use fsdp or ddp"),
     Unsupported("parallel.dtype", "fp16", lambda dtype: dtype == "fp16", "use bf16, which needs no loss scaling"),
     Unsupported(
         "training.activation_checkpointing", "true, selective", lambda mode: mode is not False, "set it to false"

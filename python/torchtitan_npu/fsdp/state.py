@@ -113,7 +113,9 @@ class FSDPState:
             for key in module._parameters:
                 holders.setdefault(f"{module_name}.{key}" if module_name else key, []).append((module, key))
         is_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        initializer = MetaInitializer(model, agree_on_seed(init_seed, self.mesh.everyone), param_init_fn) if is_meta else None
+        initializer = (
+            MetaInitializer(model, agree_on_seed(init_seed, self.mesh.everyone), param_init_fn) if is_meta else None
+        )
         if initializer is None:
             tensors = {name: t.data for name, t in (*model.named_parameters(), *model.named_buffers())}
             make_ranks_agree(tensors, self.mesh.everyone)

@@ -103,9 +103,7 @@ def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
 def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piece:
     """``local`` (in the layout of ``param.sharded``) as this rank's piece of the whole tensor."""
     ranks = state.ranks
-    return Piece(
-        local, fqn=param.name, shape=param.shape, start=_start(param), rank=ranks.index, world_size=ranks.size
-    )
+    return Piece(local, fqn=param.name, shape=param.shape, start=_start(param), rank=ranks.index, world_size=ranks.size)
 
 
 def _start(param: ShardedParam) -> int:
