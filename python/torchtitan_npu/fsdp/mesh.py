@@ -68,10 +68,7 @@ def resolve_mesh(device_mesh: Any) -> Mesh:
         return _without_process_group(device_mesh)
     world = dist.get_world_size()
     is_mesh = isinstance(device_mesh, dist.device_mesh.DeviceMesh)
-    if device_mesh is None:
-        rows = [list(range(world))]
-    else:
-        rows = _rows(device_mesh.mesh if is_mesh else device_mesh)
+    rows = [list(range(world))] if device_mesh is None else _rows(device_mesh.mesh if is_mesh else device_mesh)
     ranks = [rank for row in rows for rank in row]
     if len(ranks) > world:
         raise ValueError(f"device_mesh has {len(ranks)} ranks but WORLD_SIZE is {world} ({_launched_with()})")
@@ -111,8 +108,9 @@ def _as_group(group: dist.ProcessGroup) -> RankGroup:
 
 
 def _group_of(parts: Sequence[Sequence[int]], *, complete: bool) -> RankGroup:
-    whole_world = len(parts) == 1 and len(parts[0]) == dist.get_world_size()
-    return _as_group(dist.group.WORLD if whole_world else _new_group(parts, complete=complete))
+    world = dist.group.WORLD
+    is_world = world is not None and len(parts) == 1 and len(parts[0]) == world.size()
+    return _as_group(world if world is not None and is_world else _new_group(parts, complete=complete))
 
 
 def _new_group(parts: Sequence[Sequence[int]], *, complete: bool) -> dist.ProcessGroup:

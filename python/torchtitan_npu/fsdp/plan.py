@@ -117,8 +117,9 @@ def plan_model(
     bucket_cap_mb: float | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> FSDPPlan:
-    """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks, ``replicas`` times. Needs no device;
-    meta tensors will do.
+    """Plans how ``FSDP(model, …)`` would shard each of ``replicas`` copies of ``model`` over ``world_size`` ranks.
+
+    Needs no device; meta tensors will do.
 
     Raises ValueError for a model that cannot be sharded (no parameters, DTensor parameters, …) or a bad option.
     """
