@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_npu import _C
+from torchtitan_npu.fsdp.layout import sum_over
 from torchtitan_npu.fsdp.plan import FLOATING
-from torchtitan_npu.fsdp.state import state_of
+from torchtitan_npu.fsdp.state import FSDPState, ShardedParam, state_of
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -25,20 +26,25 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
     state = state_of(model)
-    grads = [p.sharded.grad for p in state.params if p.sharded.grad is not None and p.sharded.numel() > 0]
+    with_grad = [p for p in state.params if p.sharded.grad is not None and p.sharded.numel() > 0]
+    grads = [p.sharded.grad for p in with_grad if p.sharded.grad is not None]
     # In float64: how parameters are cut into pieces must not show in the result.
-    if norm_type == 2.0:
-        device = _C.HostDevice()
-        parts = [device.sum_squares(g.data_ptr(), FLOATING[g.dtype], g.numel()) for g in grads]
-        total = torch.tensor(sum(parts), dtype=torch.float64)
-    elif math.isinf(norm_type):
+    if math.isinf(norm_type):
         total = torch.tensor(max((g.abs().max().item() for g in grads), default=0.0), dtype=torch.float64)
     else:
-        parts = [g.double().abs().pow(norm_type).sum().item() for g in grads]
-        total = torch.tensor(sum(parts), dtype=torch.float64)
+        if norm_type == 2.0:
+            device = _C.HostDevice()
+            parts = [device.sum_squares(g.data_ptr(), FLOATING[g.dtype], g.numel()) for g in grads]
+        else:
+            parts = [g.double().abs().pow(norm_type).sum().item() for g in grads]
+        # Tensor-parallel ranks that hold the same elements count them once together.
+        total = torch.tensor(
+            sum(n / _copies(state, p) for n, p in zip(parts, with_grad, strict=True)), dtype=torch.float64
+        )
+    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     if state.ranks.group is not None:
-        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         dist.all_reduce(total, operation, group=state.ranks.group)
+    sum_over(state.tensor_mesh, total, operation)
     if not math.isinf(norm_type):
         total = total.pow(1.0 / norm_type)
     total = total.float()
@@ -46,3 +52,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
     if grads:
         torch._foreach_mul_(grads, scale)
     return total
+
+
+def _copies(state: FSDPState, param: ShardedParam) -> int:
+    if state.tensor_mesh is None:
+        return 1
+    return state.tensor_mesh.size() if param.layout is None else param.layout.copies

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.grouping import Unit, WrapPolicy, assign_parameters, find_units, merge_small, nesting_depth
+from torchtitan_npu.fsdp.layout import Layout, layout_of, local_of
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
 
 _MIB = 1024**2
@@ -34,6 +35,8 @@ class ParamInfo:
     master_dtype: torch.dtype
     param_dtype: torch.dtype
     requires_grad: bool
+    layout: Layout | None = None
+    """Of a DTensor; ``shape`` is that of its local tensor."""
 
     @property
     def name(self) -> str:
@@ -121,7 +124,7 @@ def plan_model(
 
     Needs no device; meta tensors will do.
 
-    Raises ValueError for a model that cannot be sharded (no parameters, DTensor parameters, …) or a bad option.
+    Raises ValueError for a model that cannot be sharded (no parameters, complex ones, …) or a bad option.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -199,11 +202,10 @@ def _reshards(unit: Unit, is_root: bool, model_wide: bool | None) -> bool:
 
 
 def _describe(parameter: nn.Parameter, names: tuple[str, ...], policy: MixedPrecisionPolicy) -> ParamInfo:
-    data = parameter.data
+    layout = layout_of(names[0], parameter)
+    data = local_of(parameter)
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter '{names[0]}' is lazy: run one forward to give it a shape before FSDP(...)")
-    if hasattr(parameter, "placements"):
-        raise ValueError(f"not supported yet: parameter '{names[0]}' is a DTensor")
     if data.layout != torch.strided or data.is_complex():
         raise ValueError(f"not supported: parameter '{names[0]}' has layout {data.layout} and dtype {data.dtype}")
     if data.device.type not in ("cpu", "meta"):
@@ -211,7 +213,7 @@ def _describe(parameter: nn.Parameter, names: tuple[str, ...], policy: MixedPrec
     if data.dtype not in FLOATING and data.is_floating_point():
         raise ValueError(f"not supported: parameter '{names[0]}' has dtype {data.dtype}")
     param_dtype = policy.param_dtype if policy.param_dtype is not None and data.dtype in FLOATING else data.dtype
-    return ParamInfo(names, data.shape, data.dtype, param_dtype, parameter.requires_grad)
+    return ParamInfo(names, data.shape, data.dtype, param_dtype, parameter.requires_grad, layout)
 
 
 def _spec(info: ParamInfo) -> _C.ParamSpec:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
+from torchtitan_npu.fsdp.layout import Layout, broadcast_over, common_mesh, is_first_of, local_of
 from torchtitan_npu.fsdp.mesh import Mesh
 from torchtitan_npu.fsdp.plan import FSDPPlan
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
@@ -31,7 +33,7 @@ class ShardedParam:
 
     names: tuple[str, ...]
     shape: torch.Size
-    """Of the whole parameter."""
+    """Of the whole parameter; of a DTensor's local tensor."""
     unit: int
     piece: _C.Piece
     """My part: first element and number of elements of the flattened parameter."""
@@ -41,10 +43,26 @@ class ShardedParam:
     """My piece, in the master dtype: what the optimizer sees."""
     gathered: nn.Parameter
     """The whole parameter, in param_dtype: what the module computes with."""
+    layout: Layout | None = None
+    """Of a DTensor."""
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Over all tensor-parallel ranks."""
+        return self.shape if self.layout is None else self.layout.whole_shape
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where ``shape`` begins in ``whole_shape``."""
+        return (0,) * len(self.shape) if self.layout is None else self.layout.offsets
+
+    def in_module(self) -> torch.Tensor:
+        """What the module holds while it computes."""
+        return self.gathered if self.layout is None else self.layout.expose(self.gathered)
 
 
 class FSDPState:
@@ -65,6 +83,8 @@ class FSDPState:
         self.mesh = mesh
         self.ranks = mesh.shard
         self.policy = policy
+        self.tensor_mesh = common_mesh([(info.name, info.layout) for info in plan.params], mesh.everyone.ranks)
+        self.is_first = mesh.everyone.is_first and is_first_of(self.tensor_mesh)
         self.params: list[ShardedParam] = []
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._slots: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in plan.module_units]
@@ -75,7 +95,7 @@ class FSDPState:
         self._shard(model, param_init_fn, init_seed)
         self._cast_buffers(model)
         self._hook_units()
-        if mesh.everyone.is_first:
+        if self.is_first:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
 
     # ---- building ----------------------------------------------------------------------------------------------------
@@ -113,11 +133,9 @@ class FSDPState:
             for key in module._parameters:
                 holders.setdefault(f"{module_name}.{key}" if module_name else key, []).append((module, key))
         is_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        initializer = (
-            MetaInitializer(model, agree_on_seed(init_seed, self.mesh.everyone), param_init_fn) if is_meta else None
-        )
+        initializer = MetaInitializer(model, self._agree_on_seed(init_seed), param_init_fn) if is_meta else None
         if initializer is None:
-            tensors = {name: t.data for name, t in (*model.named_parameters(), *model.named_buffers())}
+            tensors = {name: local_of(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
             make_ranks_agree(tensors, self.mesh.everyone)
 
         plan_names = {info.name: info.names for info in self.plan.params}
@@ -141,11 +159,20 @@ class FSDPState:
         if initializer is not None:
             initializer.materialize(model.modules())
 
+    def _agree_on_seed(self, init_seed: int | None) -> int:
+        seed = [agree_on_seed(init_seed, self.mesh.everyone)]
+        broadcast_over(self.tensor_mesh, seed)
+        return seed[0]
+
     def _shard_one(self, index: int, unit: int, names: tuple[str, ...], original: nn.Parameter) -> ShardedParam:
         piece = self.plan.native.piece(index, self.ranks.index)
         row_aligned = self.plan.native.row_aligned(index)
-        shape = original.shape
-        dtype = original.dtype
+        layout = self.plan.params[index].layout
+        data = local_of(original)
+        if layout is not None and not isinstance(original, DTensor):
+            data = layout.local_part(data)  # of a meta model: values are made whole
+        shape = data.shape
+        dtype = data.dtype
         item = 1 if dtype.is_floating_point else dtype.itemsize
         master = self.engine.master(self.plan.native.placement(index).bucket)
         mine = master.narrow(0, piece.shard_offset, piece.numel)
@@ -155,7 +182,7 @@ class FSDPState:
                     raise ValueError(f"not supported: integer parameter '{names[0]}' does not align with its bucket")
                 mine = mine.view(dtype)
             start, numel = piece.start // item, piece.numel // item
-            mine.copy_(original.detach().reshape(-1)[start : start + numel])
+            mine.copy_(data.reshape(-1)[start : start + numel])
             if row_aligned and shape:
                 row_numel = shape[1:].numel()
                 mine = mine.view(numel // row_numel if row_numel else shape[0], *shape[1:])
@@ -167,7 +194,7 @@ class FSDPState:
         sharded.__dict__.update(original.__dict__)
         gathered.__dict__.update(original.__dict__)
         self.engine.bind(index, gathered, sharded)
-        return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered)
+        return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered, layout)
 
     def _cast_buffers(self, model: nn.Module) -> None:
         dtype = self.policy.buffer_dtype
@@ -264,7 +291,7 @@ class FSDPState:
         for slots in self._slots if unit < 0 else (self._slots[unit],):
             if gathered:
                 for holder, key, index in slots:
-                    holder[key] = params[index].gathered
+                    holder[key] = params[index].in_module()
             else:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan_npu.fsdp.layout import broadcast_over
 from torchtitan_npu.fsdp.piece import Piece
 from torchtitan_npu.fsdp.state import FSDPState, ShardedParam, state_of
 
@@ -75,8 +76,9 @@ def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
                     local_metadata.setdefault(_METADATA_KEY, {})[key] = {
                         "rank": state.ranks.index,
                         "world_size": state.ranks.size,
-                        "shape": list(param.shape),
+                        "shape": list(param.whole_shape),
                         "start": param.piece.start,
+                        "offsets": list(param.offsets),
                     }
             for key in module._buffers:
                 original = state.original_buffer_dtypes.get((module, key))
@@ -103,7 +105,16 @@ def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
 def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piece:
     """``local`` (in the layout of ``param.sharded``) as this rank's piece of the whole tensor."""
     ranks = state.ranks
-    return Piece(local, fqn=param.name, shape=param.shape, start=_start(param), rank=ranks.index, world_size=ranks.size)
+    return Piece(
+        local,
+        fqn=param.name,
+        shape=param.whole_shape,
+        start=_start(param),
+        rank=ranks.index,
+        world_size=ranks.size,
+        offsets=param.offsets,
+        box_shape=param.shape,
+    )
 
 
 def _start(param: ShardedParam) -> int:
@@ -131,26 +142,31 @@ def local_part(
             "world_size": value.world_size,
             "shape": list(value.whole_shape),
             "start": value.start,
+            "offsets": list(value.offsets),
         }
         value = value.plain()
-    whole = value.shape == param.shape
+    whole = value.shape == param.whole_shape
     if shard is not None and (state.ranks.size > 1 or not whole):
-        fits = list(param.shape) == shard["shape"] and shard["start"] in (_start(param), param.piece.start)
+        at = shard.get("offsets", [0] * len(param.shape))
+        fits = list(param.whole_shape) == shard["shape"] and list(param.offsets) == at
+        fits = fits and shard["start"] in (_start(param), param.piece.start)
         if not fits or shard["world_size"] != state.ranks.size or value.shape != mine.shape:
             raise ValueError(
                 f"'{key}' is shard {shard['rank']} of {shard['world_size']} of a tensor of shape "
                 f"{tuple(shard['shape'])}; this is rank "
-                f"{state.ranks.index} of {state.ranks.size} and needs its own shard of {tuple(param.shape)}. {way_out}"
+                f"{state.ranks.index} of {state.ranks.size} and needs its own shard of {tuple(param.whole_shape)}. "
+                f"{way_out}"
             )
         return value
     if whole:
         start = _start(param)
-        return value.detach().reshape(-1)[start : start + mine.numel()].view(mine.shape)
+        value = value.detach() if param.layout is None else param.layout.local_part(value.detach())
+        return value.reshape(-1)[start : start + mine.numel()].view(mine.shape)
     if value.shape == mine.shape and wanted_type_is_local(state):
         return value
     raise ValueError(
-        f"'{key}' has shape {tuple(value.shape)}, but the model's parameter has {tuple(param.shape)}. If it is one "
-        f"rank's shard: {way_out}"
+        f"'{key}' has shape {tuple(value.shape)}, but the model's parameter has {tuple(param.whole_shape)}. If it "
+        f"is one rank's shard: {way_out}"
     )
 
 
@@ -176,7 +192,7 @@ def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]
                 gathered = gather_piece(state, value)
                 done[value.fqn] = gathered if gathered is not None else torch.empty(0)
             value = done[value.fqn]
-        if state.mesh.everyone.is_first:
+        if state.is_first:
             is_buffer = isinstance(value, torch.Tensor) and key not in names
             full[key] = value.detach().clone() if is_buffer else value
     return full
@@ -200,7 +216,9 @@ def _all_here(state: FSDPState) -> None:
 
 
 def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
-    """The whole tensor on the first rank, None elsewhere. Collective, point to point: memory for one tensor."""
+    """The whole tensor on the first rank of the first replica, None elsewhere. Collective, point to point: memory for
+    one tensor. Under tensor parallelism all tensor-parallel ranks of that rank have it.
+    """
     param = next(p for p in state.params if p.name == piece.fqn)
     index = state.params.index(param)
     item = 1 if param.sharded.dtype.is_floating_point else param.sharded.dtype.itemsize
@@ -211,7 +229,7 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
         if flat.numel():
             dist.send(flat, dst=state.ranks.ranks[0], group=state.ranks.group)
         return None
-    whole = torch.empty(param.shape, dtype=piece.dtype)
+    whole = torch.empty(param.shape, dtype=piece.dtype)  # of a DTensor: its local tensor
     out = whole.view(-1)
     for rank in range(state.ranks.size):
         part = state.plan.native.piece(index, rank)
@@ -222,7 +240,7 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
             out[start : start + numel].copy_(flat)
         else:
             dist.recv(out[start : start + numel], src=state.ranks.ranks[rank], group=state.ranks.group)
-    return whole
+    return whole if param.layout is None else param.layout.gather(whole)
 
 
 def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -236,7 +254,7 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
         full = model.state_dict()
     problem = [""]
     everyone = state.mesh.everyone
-    if everyone.is_first:
+    if state.is_first:
         target = Path(path)
         temporary = ""
         try:
@@ -254,5 +272,6 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
                 Path(temporary).unlink(missing_ok=True)
     if everyone.group is not None:
         dist.broadcast_object_list(problem, src=everyone.ranks[0], group=everyone.group)
+    broadcast_over(state.tensor_mesh, problem)
     if problem[0]:
         raise RuntimeError(f"cannot write the model to {os.fspath(path)}: {problem[0]}")

@@ -48,7 +48,9 @@ class FSDP(metaclass=_WrapOnCall):
         mixed_precision: ``MixedPrecisionPolicy`` or None.
         device_mesh: the ranks that share the model: None (all), an int, a list or 1-D tensor of global ranks, a 1-D
             ``DeviceMesh``. Two dimensions (replicate x shard) are hybrid sharding: each row of ranks holds a sharded
-            copy of the model; gradients are averaged over all ranks, and all copies stay equal bit for bit.
+            copy of the model; gradients are averaged over all ranks, and all copies stay equal bit for bit. Parameters
+            that are DTensors already (``parallelize_module`` over another dimension of the mesh) are sharded as their
+            local tensors; modules see DTensors while they compute.
         reshard_after_forward: free gathered parameters after each forward (True, the default for units) or keep them
             until after backward (False). The root unit is always kept.
         bucket_cap_mb: largest collective in MiB of ``param_dtype`` bytes; a parameter larger than it is a bucket by
