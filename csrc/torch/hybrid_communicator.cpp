@@ -281,7 +281,9 @@ void HybridCommunicator::stage(std::uint32_t bucket) {
   const auto numel = static_cast<std::int64_t>(numel_of(bucket));
   TT_CHECK(static_cast<std::size_t>(numel) * size_of(sum) <= staging.bytes, "bucket ", bucket, " has no room");
   in_staging_.push_back(bucket);
-  auto data = at::from_blob(where, {numel}, at::TensorOptions().dtype(to_torch(sum)));
+  // A view, which keeps the memory alive as long as the all-reduce runs, also when this communicator is gone.
+  const auto bytes = numel * static_cast<std::int64_t>(size_of(sum));
+  auto data = staging_memory_.narrow(0, static_cast<std::int64_t>(staging.offset), bytes).view(to_torch(sum));
   std::size_t next = r.shard_numel;
   for (std::size_t i = 0; i < layout_.bucket_params[bucket]; ++i) {
     write_value(data, next++, static_cast<double>(r.reported[i / 64] >> (i % 64) & 1U));
@@ -290,20 +292,19 @@ void HybridCommunicator::stage(std::uint32_t bucket) {
     write_value(data, next++, index == replica_ ? bucket + 1.0 : 0.0);
     write_value(data, next++, index == replica_ ? static_cast<double>(r.round % kRoundModulus) : 0.0);
   }
-  send(bucket, std::move(data), true);
+  send(bucket, r.round, std::move(data), true);
   r.phase = Phase::kBetween;
 }
 
-void HybridCommunicator::send(std::uint32_t bucket, at::Tensor data, bool staged) {
+void HybridCommunicator::send(std::uint32_t bucket, std::uint64_t round, at::Tensor data, bool staged) {
   std::vector<at::Tensor> tensors{data};
   Work work;
   try {
     work = between_->allreduce(tensors);
   } catch (const std::exception& error) {
-    give_up(str("rank ", global_ranks_[replica_], ": ", describe(bucket, reductions_[bucket].round), " failed (",
-                error.what(), ")"));
+    give_up(str("rank ", global_ranks_[replica_], ": ", describe(bucket, round), " failed (", error.what(), ")"));
   }
-  travels_.push_back({bucket, reductions_[bucket].round, ++sent_, std::move(work), std::move(data), staged, staged});
+  travels_.push_back({bucket, round, ++sent_, std::move(work), std::move(data), staged, staged});
 }
 
 // The all-reduce has ended.
@@ -357,26 +358,34 @@ bool HybridCommunicator::all_sent(const Travel& travel) {
 
 void HybridCommunicator::abort_round(std::uint64_t round) {
   inner_->abort_round(round);
-  // Replicas that give up at the same place have launched the same buckets, but may differ in how many were sent on.
-  const std::deque<std::uint32_t> unsent = std::move(to_stage_);
-  to_stage_.clear();
-  if (failure_.empty()) {
-    for (const std::uint32_t bucket : unsent) {
-      const auto options = at::TensorOptions().dtype(to_torch(runtime::sum_dtype(reductions_[bucket].wire)));
-      send(bucket, at::zeros({static_cast<std::int64_t>(numel_of(bucket))}, options), false);
-    }
-    board_.post_stop(sent_, round);
-    given_up_round_ = round;
-  }
   for (auto& travel : travels_) {
     travel.wanted = false;
   }
+  // Replicas that give up at the same place have launched the same buckets, but may differ in how many they have sent.
+  std::vector<std::pair<std::uint32_t, at::Tensor>> unsent;
+  for (const std::uint32_t bucket : to_stage_) {
+    const auto options = at::TensorOptions().dtype(to_torch(runtime::sum_dtype(reductions_[bucket].wire)));
+    unsent.emplace_back(bucket, at::zeros({static_cast<std::int64_t>(numel_of(bucket))}, options));
+  }
+  to_stage_.clear();
   for (std::uint32_t bucket = 0; bucket < reductions_.size(); ++bucket) {
     auto& r = reductions_[bucket];
     if (r.phase == Phase::kReady || r.phase == Phase::kVoid) {
       leave_staging(bucket);
     }
     r = Reduction{};
+  }
+  if (!failure_.empty()) {
+    return;
+  }
+  try {
+    for (auto& [bucket, zeros] : unsent) {
+      send(bucket, round, std::move(zeros), false);
+    }
+    board_.post_stop(sent_, round);
+    given_up_round_ = round;
+  } catch (const PeerError&) {
+    // failure_ has it: whatever comes next says so.
   }
 }
 

@@ -104,7 +104,8 @@ class HybridCommunicator final : public runtime::Communicator {
   // Takes every step that needs no waiting.
   void advance();
   void stage(std::uint32_t bucket);
-  void send(std::uint32_t bucket, at::Tensor data, bool staged);
+  // `staged`: `data` lies in staging memory and is waited for.
+  void send(std::uint32_t bucket, std::uint64_t round, at::Tensor data, bool staged);
   void arrive(Travel& travel);
   // Whether all replicas have sent what `travel` is about; throws if one has sent anything else, except that it gives
   // the round up.

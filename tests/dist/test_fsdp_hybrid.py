@@ -99,6 +99,14 @@ def test_meshes_given_in_other_ways() -> None:
         assert twin.state.mesh.shard.ranks == tuple(next(row for row in replicas if twin.rank in row))
 
 
+@COMMUNICATORS
+@on_ranks(2)
+def test_ranks_in_any_order(communicator: str) -> None:
+    """torch sorts the ranks of a new group; pieces follow."""
+    twin = Twin(SmallModel, device_mesh=torch.tensor([1, 0]), communicator=communicator)
+    twin.train(1)
+
+
 @on_ranks(3, 4)
 def test_bad_meshes() -> None:
     size = dist.get_world_size()
