@@ -16,7 +16,10 @@ from pool import on_ranks
 from torch import nn
 from twin import DIM, SmallModel, Twin, floats_for, next_token_loss, squared_loss, tokens_for
 
-from torchtitan_npu.fsdp import FSDP, MixedPrecisionPolicy, plan_model
+from torchtitan_npu.config import config_from_dict
+from torchtitan_npu.fsdp import FSDP, MixedPrecisionPolicy, materialize, plan_model
+from torchtitan_npu.planning.memory import plan_fsdp
+from torchtitan_npu.planning.report import dry_run
 
 COMMUNICATORS = pytest.mark.parametrize("communicator", ["auto", "c10d"])
 CAPS = pytest.mark.parametrize("cap", [None, 0.0005, 25], ids=["no_cap", "tiny_cap", "cap_25"])
@@ -116,7 +119,7 @@ def test_bad_meshes() -> None:
         FSDP(SmallModel(), device_mesh=[[0, 1], [2, 0]] if size == 4 else [[0], [0], [1]])
     with pytest.raises(ValueError, match=f"has {2 * size} ranks but WORLD_SIZE is {size}"):
         FSDP(SmallModel(), device_mesh=torch.arange(2 * size).view(2, -1))
-    with pytest.raises(ValueError, match=r"one dimension \(shard\) or two \(replicate x shard\), got shape"):
+    with pytest.raises(ValueError, match=r"one or two dimensions \(shard, or replicate x shard\), got shape"):
         FSDP(SmallModel(), device_mesh=torch.arange(size).view(1, 1, -1))
 
 
@@ -264,8 +267,6 @@ def test_meta_models_have_the_values_of_one_process() -> None:
     with torch.device("meta"):
         model: Any = FSDP(SmallModel(), device_mesh=mesh_of(2), init_seed=3)
         plain: Any = SmallModel()
-    from torchtitan_npu.fsdp import materialize
-
     materialize(plain, 3)
     whole = dict(plain.named_parameters())
     for param in model._fsdp_state.params:
@@ -316,3 +317,19 @@ def test_the_plan_counts_staging_memory() -> None:
     assert "2 x 2 ranks" in plan.describe() and "between replicas 0.0 MiB" in plan.describe()
     with pytest.raises(ValueError, match="replicas must be at least 1, got 0"):
         plan_model(model, 2, replicas=0)
+
+
+def test_the_dry_run_shows_replicas() -> None:
+    config = config_from_dict(
+        {
+            "model": {"name": "llama3_debug", "vocab_size": 320},
+            "training": {"batch_size": 2, "seq_len": 8, "learning_rate": 1e-3, "max_steps": 1},
+            "parallel": {"strategy": "hsdp", "replicate_degree": 2},
+        }
+    )
+    text = dry_run(config, 4)
+    assert "2 replicas of 2 ranks" in text
+    staging = plan_fsdp(config, 4).staging_bytes
+    assert staging > 0
+    line = next(line for line in text.splitlines() if "of it between replicas" in line)
+    assert f"{staging:,}" in line

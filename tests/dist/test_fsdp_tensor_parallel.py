@@ -6,7 +6,9 @@ largest of a tensor, not bit for bit.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,32 @@ def test_gathered_parameters_are_not_copied() -> None:
     for step in range(3):
         loss_of(pair.model, tokens_for(step, pair.group)).backward()
     assert len({address for both in addresses for address in both}) == 1
+
+
+@on_ranks(4)
+def test_a_dropped_model_is_freed() -> None:
+    """DTensors that stood in modules keep no graph alive."""
+    pair = Pair(sequence=True, recompute=True)
+    pair.backward(0)
+    alive = [weakref.ref(pair.model), weakref.ref(pair.model._fsdp_state.engine)]
+    dist.barrier()
+    del pair
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+@on_ranks(4)
+def test_an_exception_in_backward_leaves_a_working_model() -> None:
+    pair = Pair(sequence=True)
+
+    def stumble(gradient: torch.Tensor) -> None:
+        raise KeyError("on every rank")
+
+    handle = pair.model.layers[0].register_forward_hook(lambda m, a, o: o.register_hook(stumble) and None)
+    with pytest.raises(KeyError, match="on every rank"):
+        loss_of(pair.model, tokens_for(0, pair.group)).backward()
+    handle.remove()
+    pair.train(1)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])

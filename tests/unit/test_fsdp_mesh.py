@@ -35,7 +35,7 @@ def test_one_process_without_a_process_group(mesh: Any) -> None:
         (["a"], "must hold global ranks"),
         (torch.arange(4).view(2, 2), "device_mesh has 4 ranks but this is a single process"),
         ([[0, 1], [2]], "device_mesh has rows of 1 and 2 ranks: all replicas must have as many"),
-        (torch.zeros(1, 1, 1, dtype=torch.int64), r"one dimension \(shard\) or two .*, got shape \(1, 1, 1\)"),
+        (torch.zeros(1, 1, 1, dtype=torch.int64), r"one or two dimensions .*, got shape \(1, 1, 1\)"),
         (False, "device_mesh must be ranks, got False"),
     ],
 )

@@ -156,7 +156,8 @@ def _rows(device_mesh: Any) -> list[list[int]]:
             raise ValueError(f"device_mesh must hold global ranks (integers), got {device_mesh!r}")
         if mesh.ndim not in (1, 2):
             raise ValueError(
-                f"device_mesh must have one dimension (shard) or two (replicate x shard), got shape {tuple(mesh.shape)}"
+                f"device_mesh must have one or two dimensions (shard, or replicate x shard), got shape "
+                f"{tuple(mesh.shape)}"
             )
         rows: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
         return rows
