@@ -17,6 +17,8 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
+// Instead of a round: whether a partner has left for good.
+constexpr std::uint64_t kEver = 0;
 // Numbers that every sum dtype holds exactly.
 constexpr std::uint64_t kRoundModulus = 1 << 16;
 
@@ -79,8 +81,7 @@ class HybridCommunicator::Patience {
     const bool travels = first != owner_.travels_.end();
     std::string why = owner_.board_.failure();
     if (why.empty() && to_the_end_) {
-      why = travels ? owner_.board_.stop(first->number, first->round)
-                    : owner_.board_.stop(owner_.sent_ + 1, owner_.given_up_round_);
+      why = travels ? owner_.board_.stop(first->number, first->round) : owner_.board_.stop(owner_.sent_ + 1, kEver);
     }
     if (why.empty() || (travels && first->work->isCompleted())) {
       return;
@@ -114,7 +115,7 @@ HybridCommunicator::HybridCommunicator(std::shared_ptr<runtime::Communicator> in
 
 HybridCommunicator::~HybridCommunicator() {
   if (::getpid() == owner_pid_) {
-    board_.post_stop(sent_, 0);
+    board_.post_stop(sent_, kEver);
   }
 }
 
