@@ -21,7 +21,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 NATIVE := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 SOURCES := $(NATIVE) $(shell find python -type f -name '*.py*' -not -name '*.pyc')
 
-.PHONY: help train test bench lint sanitize wheel dev clean
+.PHONY: help train test fuzz bench lint sanitize wheel dev clean
 
 help: ## list the targets
 	@echo "usage: make TARGET"
@@ -97,28 +97,37 @@ train: work/train_data.jsonl $(VENV)/.package ## train a small Llama on Python's
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
+fuzz: $(VENV)/.package $(VENV)/.test ## random programs beside a plain model (ARGS="--programs 1000 --seed 7")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/dist/fuzz.py $(ARGS)
+
 test: $(VENV)/.package $(VENV)/.test ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+BENCHMARKS := collectives fsdp_step bucket_cap memory host_cost planning
+
 bench: $(VENV)/.package $(VENV)/.bench ## compare with DDP, FSDP1, FSDP2 and Gloo (long; ARGS=--quick is a smoke test)
 	mkdir -p work/bench
-	$(BIN)/python benchmarks/collectives.py --csv work/bench/collectives.csv --png work/bench/collectives.png $(ARGS)
-	$(BIN)/python benchmarks/fsdp_step.py --csv work/bench/fsdp_step.csv --png work/bench/fsdp_step.png $(ARGS)
+	for name in $(BENCHMARKS); do \
+	  $(BIN)/python benchmarks/$$name.py --csv work/bench/$$name.csv --png work/bench/$$name.png $(ARGS); \
+	done
 
 lint: $(VENV)/.package $(VENV)/.lint ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	find csrc tests/native -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 
-sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread and address sanitizers
-	for kind in thread address; do \
-	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTT_CORE_ONLY=ON -DTT_SANITIZE=$$kind; \
-	  $(BIN)/cmake --build build/sanitize-$$kind; \
-	  for source in tests/native/*.cpp; do \
-	    program=build/sanitize-$$kind/$$(basename $$source .cpp); \
-	    echo "$$program"; \
-	    $$program; \
+# Random delays in every device operation and wait, chosen by the seed.
+SEEDS ?= 1 2 3
+sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread and address sanitizers (SEEDS="1 2 3")
+	for kind in thread address,undefined; do \
+	  build=build/sanitize-$${kind%,*}; \
+	  $(BIN)/cmake -S . -B $$build -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTT_CORE_ONLY=ON -DTT_STRESS_DELAYS=ON -DTT_SANITIZE=$$kind; \
+	  $(BIN)/cmake --build $$build; \
+	  for seed in $(SEEDS); do \
+	    export TT_DELAY_SEED=$$seed; \
+	    for ranks in 1 2 3 4 7; do $$build/engine_stress $$ranks 40 $$seed; done; \
+	    for ranks in 2 4 7; do $$build/shm_stress $$ranks 100; done; \
 	  done; \
 	done
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -105,6 +104,18 @@ def tensor_bytes(value: Any) -> int:
     return sum(tensor_bytes(item) for item in value)
 
 
+def reset_peak() -> None:
+    """Lets the kernel's peak resident size start anew from the present one."""
+    with contextlib.suppress(PermissionError):  # then it is the peak since the process started
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident() -> int:
+    """Bytes (VmHWM)."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) << 10
+
+
 def bytes_written_for_peers(model: Llama, dtype: str, ranks: int) -> int:
     """What `ours` writes into shared memory for its peers per step (computed): its shard of every block for the forward
     and again for the backward pass, of the rest once; and the peers' segments of every gradient, in the wire dtype."""
@@ -167,13 +178,10 @@ class Worker:
 
     def peak(self, count: int) -> Reply:
         """``count`` steps, and the kernel's peak resident size during them (reset before)."""
-        with contextlib.suppress(PermissionError):  # then it is the peak since the process started
-            Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         for _ in range(count):
             self.step()
-        status = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
-        peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
-        return {"peak_rss_bytes": peak_kib << 10, "loss": self.loss}
+        return {"peak_rss_bytes": peak_resident(), "loss": self.loss}
 
 
 def work(spec: dict[str, Any]) -> None:

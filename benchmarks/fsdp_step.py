@@ -6,7 +6,7 @@
 
 Every engine lives in processes of its own, one thread per rank, which stay alive and sleep while another engine is
 measured. In each round all engines take a turn of --steps steps, in random order, so that a noisy machine disturbs all
-alike; a ratio compares an engine with `independent` in the same round.
+alike; a ratio compares an engine with `independent`, or with `fsdp2`, in the same round.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from engines import DTYPES, ENGINES, work
 from model import Shape
 
 REFERENCE = "independent"
+PEER = "fsdp2"
 # Relative difference of the loss after the same steps that different orders of float32 or bfloat16 sums explain.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 WARMUP_STEPS = 2
@@ -136,11 +137,14 @@ def measure_dtype(dtype: str, args: argparse.Namespace) -> list[Measured]:
 def summarize(results: list[Measured]) -> list[dict[str, Any]]:
     """One row per engine and dtype; times in milliseconds, memory in MiB, traffic in MB (10**6)."""
     references = {r.dtype: r for r in results if r.engine == REFERENCE}
+    peers = {r.dtype: r for r in results if r.engine == PEER}
     rows = []
     for result in results:
         totals = [sum(step) for step in result.all_steps()]
         reference = references.get(result.dtype)
         ratio = ratio_quartiles(result.round_medians(), reference.round_medians()) if reference else None
+        peer = peers.get(result.dtype)
+        to_peer = ratio_quartiles(result.round_medians(), peer.round_medians()) if peer else None
         rows.append(
             {
                 "dtype": result.dtype,
@@ -153,6 +157,9 @@ def summarize(results: list[Measured]) -> list[dict[str, Any]]:
                 "ratio": ratio[0] if ratio else None,
                 "ratio_q1": ratio[1] if ratio else None,
                 "ratio_q3": ratio[2] if ratio else None,
+                f"ratio_to_{PEER}": to_peer[0] if to_peer else None,
+                f"ratio_to_{PEER}_q1": to_peer[1] if to_peer else None,
+                f"ratio_to_{PEER}_q3": to_peer[2] if to_peer else None,
                 "sent_mb": result.sent_bytes / 1e6,
                 "pss_mib": result.pss_bytes / 2**20,
                 "peak_rss_mib": result.rss_bytes / 2**20,
@@ -163,7 +170,7 @@ def summarize(results: list[Measured]) -> list[dict[str, Any]]:
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
-    columns = ["dtype", "engine", "step ms", "min", "fwd", "bwd", "opt", f"/ {REFERENCE} [quartiles]"]
+    columns = ["dtype", "engine", "step ms", "min", "fwd", "bwd", "opt", f"/ {REFERENCE} [quartiles]", f"/ {PEER}"]
     columns += ["sent MB", "PSS MiB", "peak RSS MiB", "loss"]
     cells = []
     for row in rows:
@@ -171,6 +178,7 @@ def format_table(rows: list[dict[str, Any]]) -> str:
         times = [row[key] for key in ("step_ms", "min_ms", "forward_ms", "backward_ms", "optimizer_ms")]
         cells.append(
             [row["dtype"], row["engine"], *(f"{time:.1f}" for time in times), ratio]
+            + [f"{row[f'ratio_to_{PEER}']:.3f}" if row[f"ratio_to_{PEER}"] else "-"]
             + [f"{row['sent_mb']:.1f}", f"{row['pss_mib']:.0f}", f"{row['peak_rss_mib']:.0f}", f"{row['loss']:.5f}"]
         )
     return table(columns, cells, left=2)

@@ -18,8 +18,10 @@ void bind_c10d(py::module_& m) {
   py::module_::import("torch._C._distributed_c10d");  // registers ProcessGroup
   py::class_<tt::C10dCommunicator, tt::runtime::Communicator, std::shared_ptr<tt::C10dCommunicator>>(
       m, "C10dCommunicator", "Collectives through two torch process groups of the same ranks: gathers and reductions.")
-      .def(py::init<tt::C10dCommunicator::Group, tt::C10dCommunicator::Group>(), py::arg("gathers"),
-           py::arg("reductions"));
+      .def(py::init<tt::C10dCommunicator::Group, tt::C10dCommunicator::Group, c10::Device, double, std::vector<int>>(),
+           py::arg("gathers"), py::arg("reductions"), py::kw_only(), py::arg("device"), py::arg("timeout_seconds"),
+           py::arg("global_ranks") = std::vector<int>(), py::call_guard<py::gil_scoped_release>(),
+           "`device`: where parameters and gradients live.");
   py::class_<tt::HybridCommunicator, tt::runtime::Communicator, std::shared_ptr<tt::HybridCommunicator>>(
       m, "HybridCommunicator",
       "Collectives of a sharded model with replicas. `inner`: inside this rank's replica; `between`: the group of the "

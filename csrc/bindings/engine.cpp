@@ -1,4 +1,5 @@
 // Python view of the engine.
+#include <ATen/SequenceNumber.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,6 +15,7 @@
 #include "bindings/bindings.h"
 #include "host/host_device.h"
 #include "torch/dtypes.h"
+#include "torch/torch_device.h"
 #include "torch/torch_engine.h"
 
 namespace py = pybind11;
@@ -26,8 +28,9 @@ using tt::fsdp::EngineCounters;
 using tt::fsdp::Schedule;
 using tt::fsdp::ShardPlan;
 
-// `owner` is a weak reference to a Python object with methods _expose(unit, gathered) and _log(message): the engine
-// must not keep the module tree alive that keeps the engine alive.
+// `owner` is a weak reference to a Python object with methods _expose(unit, gathered), _prepare(unit),
+// _wrap_gradient(param, tensor) and _log(message): the engine must not keep the module tree alive that keeps the engine
+// alive.
 tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   const auto held = std::shared_ptr<py::weakref>(new py::weakref(owner), [](py::weakref* reference) {
     const py::gil_scoped_acquire gil;
@@ -46,7 +49,17 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   };
   tt::EngineCallbacks callbacks;
   callbacks.expose = [call](std::int32_t unit, bool gathered) { call("_expose", unit, gathered); };
+  callbacks.prepare = [call](std::int32_t unit) { call("_prepare", unit); };
   callbacks.log = [call](const std::string& message) { call("_log", message); };
+  callbacks.wrap_gradient = [held](std::int32_t param, const at::Tensor& gradient) {
+    const py::gil_scoped_acquire gil;
+    try {
+      const py::object target = (*held)();
+      return target.is_none() ? gradient : py::cast<at::Tensor>(target.attr("_wrap_gradient")(param, gradient));
+    } catch (py::error_already_set& error) {
+      throw tt::Error(error.what());
+    }
+  };
   callbacks.check_signals = [] {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {
@@ -98,15 +111,25 @@ void bind_engine(py::module_& m) {
       .def_readonly("bytes_written", &EngineCounters::bytes_written)
       .def_readonly("wait_seconds", &EngineCounters::wait_seconds);
 
+  py::class_<tt::TorchDevice, tt::runtime::Device, std::shared_ptr<tt::TorchDevice>>(
+      m, "TorchDevice", "Any device that torch knows, through torch's operators, streams and events.")
+      .def(py::init<c10::Device>(), py::arg("device"));
+
   py::class_<tt::TorchEngine, std::shared_ptr<tt::TorchEngine>>(m, "Engine", "The FSDP engine of one wrapped model.")
       .def(py::init([](std::shared_ptr<ShardPlan> plan, const Schedule& schedule,
-                       std::shared_ptr<tt::runtime::Communicator> comm, const py::weakref& owner) {
+                       std::shared_ptr<tt::runtime::Communicator> comm, const py::weakref& owner, c10::Device where) {
              auto callbacks = callbacks_to(owner);
              const py::gil_scoped_release release;
-             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm),
-                                                      std::make_shared<tt::host::HostDevice>(), std::move(callbacks));
+             std::shared_ptr<tt::runtime::Device> device;
+             if (where.is_cpu()) {
+               device = std::make_shared<tt::host::HostDevice>();
+             } else {
+               device = std::make_shared<tt::TorchDevice>(where);
+             }
+             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm), std::move(device),
+                                                      where, std::move(callbacks));
            }),
-           py::arg("plan"), py::arg("schedule"), py::arg("communicator"), py::arg("owner"))
+           py::arg("plan"), py::arg("schedule"), py::arg("communicator"), py::arg("owner"), py::arg("device"))
       .def("master", &tt::TorchEngine::master, py::arg("bucket"))
       .def(
           "gathered_view",
@@ -120,14 +143,22 @@ void bind_engine(py::module_& m) {
           "end_forward", [](tt::TorchEngine& self, bool backward) { self.engine().end_forward(backward); },
           py::arg("backward_follows"), ReleaseGil())
       .def(
-          "before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.engine().before_forward(unit); },
+          "before_forward", [](tt::TorchEngine& self, std::int32_t unit) { self.before_forward(unit); },
           py::arg("unit"), ReleaseGil())
       .def(
           "after_forward",
           [](tt::TorchEngine& self, std::int32_t unit, bool backward, bool last_module) {
-            self.engine().after_forward(unit, backward, last_module);
+            self.after_forward(unit, backward, last_module);
           },
           py::arg("unit"), py::arg("backward_follows"), py::arg("last_module") = true, ReleaseGil())
+      .def("refresh", &tt::TorchEngine::refresh, py::arg("unit"))
+      .def_static("sequence_number", [] { return at::sequence_number::peek(); })
+      .def(
+          "before_recomputation",
+          [](tt::TorchEngine& self, std::int32_t unit, std::uint64_t began, std::uint64_t ended) {
+            self.engine().before_backward(unit, ended, began);
+          },
+          py::arg("unit"), py::arg("began"), py::arg("ended"), ReleaseGil())
       .def("hook_outputs", &tt::TorchEngine::hook_outputs, py::arg("unit"), py::arg("outputs"))
       .def(
           "set_reduce", [](tt::TorchEngine& self, bool reduce) { self.engine().set_reduce(reduce); }, py::arg("reduce"))
@@ -135,8 +166,12 @@ void bind_engine(py::module_& m) {
       .def(
           "is_gathered", [](tt::TorchEngine& self, std::int32_t unit) { return self.engine().is_gathered(unit); },
           py::arg("unit"))
+      .def_property_readonly("in_forward", [](tt::TorchEngine& self) { return self.engine().in_forward(); })
       .def_property_readonly("in_backward", [](tt::TorchEngine& self) { return self.engine().in_backward(); })
       .def_property_readonly("counters", [](tt::TorchEngine& self) { return self.engine().counters(); })
+      .def_property_readonly("accumulation_bytes", &tt::TorchEngine::accumulation_bytes)
+      .def_property_readonly("buffer_bytes",
+                             [](const tt::TorchEngine& self) { return self.communicator().buffer_bytes(); })
       .def_property_readonly("communicator_name",
                              [](const tt::TorchEngine& self) { return self.communicator().name(); });
 }

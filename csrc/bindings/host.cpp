@@ -47,34 +47,24 @@ struct HostMemory {
 };
 
 void bind_device(py::module_& m) {
-  py::class_<runtime::Device, std::shared_ptr<runtime::Device>>(m, "Device");
-  py::class_<HostDevice, runtime::Device, std::shared_ptr<HostDevice>>(
-      m, "HostDevice", "Casts and sums in host memory; pointers are addresses, counts are elements.")
-      .def(py::init<>(), "With the best kernels of this processor.")
-      .def(py::init([](const std::string& isa) { return std::make_shared<HostDevice>(isa_named(isa)); }),
-           py::arg("isa"))
-      .def_property_readonly("isa", [](const HostDevice& self) { return host::name_of(self.isa()); })
-      .def_static("available_isas",
-                  [] {
-                    std::vector<std::string> names;
-                    for (Isa isa : host::available_isas()) names.emplace_back(host::name_of(isa));
-                    return names;
-                  })
+  using runtime::Device;
+  py::class_<Device, std::shared_ptr<Device>>(
+      m, "Device", "Casts and sums in a device's memory; pointers are addresses, counts are elements.")
       .def(
           "cast",
-          [](HostDevice& self, std::uintptr_t dst, DType dst_dtype, std::uintptr_t src, DType src_dtype,
+          [](Device& self, std::uintptr_t dst, DType dst_dtype, std::uintptr_t src, DType src_dtype,
              std::size_t numel) { self.cast(pointer(dst), dst_dtype, pointer(src), src_dtype, numel); },
           py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("numel"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "add",
-          [](HostDevice& self, std::uintptr_t dst, DType dst_dtype, std::uintptr_t src, DType src_dtype,
+          [](Device& self, std::uintptr_t dst, DType dst_dtype, std::uintptr_t src, DType src_dtype,
              std::size_t numel) { self.add(pointer(dst), dst_dtype, pointer(src), src_dtype, numel); },
           py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("numel"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "sum",
-          [](HostDevice& self, std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, std::size_t numel,
+          [](Device& self, std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, std::size_t numel,
              DType wire, DType result, DType round_to, double divisor, bool accumulate) {
             std::vector<const std::byte*> pointers;
             for (std::uintptr_t source : sources) pointers.push_back(pointer(source));
@@ -85,13 +75,23 @@ void bind_device(py::module_& m) {
           py::call_guard<py::gil_scoped_release>(), "A source of 0 counts as zeros.")
       .def(
           "sum_squares",
-          [](HostDevice& self, std::uintptr_t src, DType dtype, std::size_t numel) {
+          [](Device& self, std::uintptr_t src, DType dtype, std::size_t numel) {
             return self.sum_squares(pointer(src), dtype, numel);
           },
           py::arg("src"), py::arg("dtype"), py::arg("numel"), py::call_guard<py::gil_scoped_release>(), "In float64.")
       .def(
-          "zero", [](HostDevice& self, std::uintptr_t dst, std::size_t bytes) { self.zero(pointer(dst), bytes); },
+          "zero", [](Device& self, std::uintptr_t dst, std::size_t bytes) { self.zero(pointer(dst), bytes); },
           py::arg("dst"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>());
+  py::class_<HostDevice, Device, std::shared_ptr<HostDevice>>(m, "HostDevice", "Host memory, with kernels of our own.")
+      .def(py::init<>(), "With the best kernels of this processor.")
+      .def(py::init([](const std::string& isa) { return std::make_shared<HostDevice>(isa_named(isa)); }),
+           py::arg("isa"))
+      .def_property_readonly("isa", [](const HostDevice& self) { return host::name_of(self.isa()); })
+      .def_static("available_isas", [] {
+        std::vector<std::string> names;
+        for (Isa isa : host::available_isas()) names.emplace_back(host::name_of(isa));
+        return names;
+      });
 }
 
 // The collectives, for every kind of communicator. All may block, so none holds the interpreter.
@@ -108,9 +108,14 @@ void bind_collectives(py::module_& m) {
           [](Communicator& self, std::size_t gather_bytes, std::size_t reduce_bytes, std::uint32_t places,
              std::vector<std::uint32_t> bucket_params, std::vector<std::string> unit_names,
              std::size_t gather_reserved_bytes, std::size_t reduce_reserved_bytes) {
-            self.allocate({gather_bytes, std::max(gather_bytes, gather_reserved_bytes), reduce_bytes,
-                           std::max(reduce_bytes, reduce_reserved_bytes), places, std::move(bucket_params),
-                           std::move(unit_names)});
+            self.allocate({gather_bytes,
+                           std::max(gather_bytes, gather_reserved_bytes),
+                           reduce_bytes,
+                           std::max(reduce_bytes, reduce_reserved_bytes),
+                           places,
+                           std::move(bucket_params),
+                           std::move(unit_names),
+                           {}});
           },
           py::kw_only(), py::arg("gather_bytes"), py::arg("reduce_bytes"), py::arg("places"), py::arg("bucket_params"),
           py::arg("unit_names"), py::arg("gather_reserved_bytes") = 0, py::arg("reduce_reserved_bytes") = 0, Release())
@@ -199,10 +204,10 @@ void bind_host(py::module_& m) {
           py::arg("global_ranks") = std::vector<int>{})
       .def_property_readonly("gather_memory",
                              [](ShmCommunicator& self) {
-                               return HostMemory{self.segment(), self.gather_memory(), self.gather_reserved_bytes()};
+                               return HostMemory{self.segment(), self.gather_memory(0), self.gather_reserved_bytes()};
                              })
       .def_property_readonly("reduce_memory", [](ShmCommunicator& self) {
-        return HostMemory{self.segment(), self.reduce_memory(), self.reduce_reserved_bytes()};
+        return HostMemory{self.segment(), self.reduce_memory(0), self.reduce_reserved_bytes()};
       });
   m.def("shm_identity", &host::shm_identity,
         "Equal in two processes that can share memory: same boot, user, process and network namespace.");

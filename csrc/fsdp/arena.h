@@ -67,7 +67,7 @@ class Arena {
   const std::vector<std::int32_t>& reduce_order() const { return reduce_order_; }
 
   // ---- staging memory: empty with one replica
-  const std::vector<runtime::Staging>& staging() const { return staging_; }
+  const std::vector<runtime::Region>& staging() const { return staging_; }
   std::size_t staging_bytes() const { return staging_bytes_; }
 
  private:
@@ -91,7 +91,7 @@ class Arena {
   std::size_t reduce_bytes_ = 0;
   std::size_t reduce_reserved_bytes_ = 0;
   std::vector<std::int32_t> reduce_order_;
-  std::vector<runtime::Staging> staging_;
+  std::vector<runtime::Region> staging_;
   std::size_t staging_bytes_ = 0;
 };
 

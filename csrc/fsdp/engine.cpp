@@ -30,12 +30,24 @@ runtime::MemoryLayout layout_of(const ShardPlan& plan, const Arena& arena) {
   layout.places = static_cast<std::uint32_t>(arena.places().size());
   for (const auto& bucket : plan.buckets()) {
     layout.bucket_params.push_back(is_reduced(bucket) ? static_cast<std::uint32_t>(bucket.params.size()) : 0);
+    layout.bucket_units.push_back(static_cast<std::uint32_t>(bucket.unit));
   }
   for (const auto& unit : plan.units()) {
     layout.unit_names.push_back(unit.name);
   }
   layout.staging_bytes = arena.staging_bytes();
   layout.staging = arena.staging();
+  const auto beyond = [](const std::vector<Slot>& all, std::size_t planned) {
+    std::vector<runtime::Region> regions;
+    for (const auto& slot : all) {
+      if (slot.offset >= planned) {
+        regions.push_back({slot.offset, slot.bytes});
+      }
+    }
+    return regions;
+  };
+  layout.gather_overflow = beyond(arena.places(), arena.gather_bytes());
+  layout.reduce_overflow = beyond(arena.slots(), arena.reduce_bytes());
   return layout;
 }
 
@@ -52,11 +64,10 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
       reducer_(plan, arena_, schedule_, comm, device, client),
       units_(plan.units().size()),
       place_owner_(arena_.places().size(), -1),
-      keeps_until_next_(plan.units().size(), false) {
-  for (const auto& bucket : plan.buckets()) {
-    if (!is_reduced(bucket)) {
-      keeps_until_next_[static_cast<std::size_t>(bucket.unit)] = true;
-    }
+      masters_ready_(device),
+      gathered_in_vain_(device) {
+  for (std::size_t place = 0; place < arena_.places().size(); ++place) {
+    place_left_.emplace_back(device);
   }
   comm_.allocate(layout_of(plan, arena_));
 }
@@ -64,19 +75,20 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
 // ---- gathering
 // --------------------------------------------------------------------------------------------------------
 
+std::int32_t Engine::free_place() const {
+  for (std::int32_t place = arena_.rotating_begin(); place < arena_.rotating_end(); ++place) {
+    if (place_owner_[static_cast<std::size_t>(place)] < 0) {
+      return place;
+    }
+  }
+  return -1;
+}
+
 std::int32_t Engine::choose_place(std::int32_t unit) {
   if (!rotates(unit)) {
     return arena_.own_place(unit);
   }
-  const auto first_free = [&]() -> std::int32_t {
-    for (std::int32_t place = arena_.rotating_begin(); place < arena_.rotating_end(); ++place) {
-      if (place_owner_[static_cast<std::size_t>(place)] < 0) {
-        return place;
-      }
-    }
-    return -1;
-  };
-  if (const std::int32_t place = first_free(); place >= 0) {
+  if (const std::int32_t place = free_place(); place >= 0) {
     return place;
   }
   // A unit that was gathered ahead of a use that did not come makes room.
@@ -127,13 +139,16 @@ void Engine::launch_queued(bool wait_for_first) {
       comm_.wait_place_free(place);
     }
     wait_for_first = false;
+    const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
+    masters_ready_.wait();
+    place_left_[place].wait();
     const std::size_t base = arena_.places()[place].offset;
     std::vector<runtime::Segments> segments;
     for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
       const auto& bucket = plan_.buckets()[static_cast<std::size_t>(b)];
       const auto numel = static_cast<std::size_t>(bucket.shard_numel);
       const runtime::Segments s{base + arena_.bucket_offset(b), numel * size_of(bucket.param_dtype)};
-      std::byte* mine = comm_.gather_memory() + s.offset + static_cast<std::size_t>(comm_.rank()) * s.shard_bytes;
+      std::byte* mine = comm_.gather_memory(s.offset) + static_cast<std::size_t>(comm_.rank()) * s.shard_bytes;
       device_.cast(mine, bucket.param_dtype, client_.master_shard(b), bucket.master_dtype, numel);
       counters_.bytes_written += s.shard_bytes;
       segments.push_back(s);
@@ -159,7 +174,7 @@ void Engine::gather(std::int32_t unit) {
     const Timer timer(counters_.wait_seconds);
     comm_.wait_gather(static_cast<std::uint32_t>(u.place), u.tag);
   }
-  std::byte* base = comm_.gather_memory() + arena_.places()[static_cast<std::size_t>(u.place)].offset;
+  std::byte* base = comm_.gather_memory(arena_.places()[static_cast<std::size_t>(u.place)].offset);
   for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
     client_.seat(b, base + arena_.bucket_offset(b));
   }
@@ -179,8 +194,16 @@ void Engine::release(std::int32_t unit) {
     for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
       client_.unseat(b);
     }
+    place_left_[static_cast<std::size_t>(u.place)].record();
   }
-  comm_.release(static_cast<std::uint32_t>(u.place));
+  {
+    const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
+    comm_.release(static_cast<std::uint32_t>(u.place));
+    gathered_in_vain_.record();
+  }
+  if (u.state == State::kLaunched) {
+    gathered_in_vain_.wait();
+  }
   place_owner_[static_cast<std::size_t>(u.place)] = -1;
   u.place = -1;
   u.state = State::kSharded;
@@ -189,9 +212,10 @@ void Engine::release(std::int32_t unit) {
 
 void Engine::release_all() {
   // What is gathered first: ranks that end a pass together then find every place free.
-  for (const State state : {State::kGathered, State::kLaunched, State::kQueued}) {
+  for (const bool gathered : {true, false}) {
     for (std::size_t u = 0; u < units_.size(); ++u) {
-      if (units_[u].state == state) {
+      // Not by state alone: the release of one that is queued launches others.
+      if (units_[u].state != State::kSharded && (units_[u].state == State::kGathered || !gathered)) {
         release(static_cast<std::int32_t>(u));
       }
     }
@@ -218,10 +242,14 @@ void Engine::record_and_prefetch(Order& order, std::int32_t unit, const char* pa
   }
   std::int32_t ahead = 0;
   for (std::size_t next = position + 1; next < expected.size() && ahead < schedule_.prefetch; ++next, ++ahead) {
-    if (unit_state(expected[next]).state == State::kSharded) {
-      ++counters_.prefetches;
-      queue_gather(expected[next]);
+    if (unit_state(expected[next]).state != State::kSharded) {
+      continue;
     }
+    if (rotates(expected[next]) && free_place() < 0) {
+      return;  // what is in use or gathered ahead already comes first
+    }
+    ++counters_.prefetches;
+    queue_gather(expected[next]);
   }
 }
 
@@ -237,6 +265,7 @@ void Engine::begin_forward() {
   }
   // Masters may have changed since anything was gathered. A backward that is still to come gathers again.
   release_all();
+  masters_ready_.record();
   forward_order_.current.clear();
   client_.expose(kAllUnits, true);
 }
@@ -266,10 +295,13 @@ void Engine::before_forward(std::int32_t unit) {
   if (forward_depth_ == 0 && !backward_active_ && u.state != State::kSharded && u.forward_uses == 0) {
     release(unit);  // called by itself, outside the root: masters may have changed
   }
+  if (forward_depth_ == 0 && !backward_active_) {
+    masters_ready_.record();
+  }
   gather(unit);
   if (forward_depth_ == 0 && backward_active_) {
     // Recomputed under activation checkpointing, which may stop before the unit's end: what frees it is its backward.
-    begin_backward_of(unit);
+    begin_backward_of(unit, 0);
     return;
   }
   ++u.forward_uses;
@@ -306,7 +338,7 @@ bool Engine::is_last_of_forward(std::int32_t unit) const {
 // ---- backward
 // ---------------------------------------------------------------------------------------------------------
 
-void Engine::before_backward(std::int32_t unit) {
+void Engine::before_backward(std::int32_t unit, std::uint64_t reached, std::uint64_t began) {
   if (!backward_active_) {
     backward_active_ = true;
     ++counters_.rounds;
@@ -314,26 +346,30 @@ void Engine::before_backward(std::int32_t unit) {
     reducer_.begin_round(reduce_);
     client_.backward_began();
   }
-  auto& u = unit_state(unit);
-  if (u.in_backward) {
-    return;
-  }
-  for (std::size_t other = 0; other < units_.size(); ++other) {
-    auto& o = units_[other];
-    if (o.in_backward && keeps_until_next_[other] && rotates(static_cast<std::int32_t>(other)) &&
-        reducer_.unit_complete(static_cast<std::int32_t>(other))) {
-      finish_backward_of(static_cast<std::int32_t>(other));
+  reducer_.expect(unit);
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    const auto other = static_cast<std::int32_t>(i);
+    if (other != unit && units_[i].in_backward && reached < units_[i].began && rotates(other)) {
+      finish_backward_of(other);
     }
   }
+  auto& u = unit_state(unit);
+  if (u.in_backward) {
+    if (began != 0) {
+      u.began = u.began == 0 ? began : std::min(u.began, began);
+    }
+    return;
+  }
   gather(unit);
-  begin_backward_of(unit);
+  begin_backward_of(unit, began);
   record_and_prefetch(backward_order_, unit, "backward");
 }
 
-void Engine::begin_backward_of(std::int32_t unit) {
+void Engine::begin_backward_of(std::int32_t unit, std::uint64_t began) {
   auto& u = unit_state(unit);
   if (!u.in_backward) {
     u.in_backward = true;
+    u.began = began;
     client_.expose(unit, true);
   }
 }
@@ -355,15 +391,6 @@ GradientDestination Engine::gradient_destination(std::int32_t param) {
   }
   const Timer timer(counters_.wait_seconds);
   return reducer_.destination(param);
-}
-
-void Engine::gradient_ready(std::int32_t param) {
-  const bool complete = reducer_.gradient_ready(param);
-  const auto bucket = static_cast<std::size_t>(plan_.placement(param).bucket);
-  const std::int32_t unit = plan_.buckets()[bucket].unit;
-  if (complete && rotates(unit) && !keeps_until_next_[static_cast<std::size_t>(unit)] && unit_state(unit).in_backward) {
-    finish_backward_of(unit);
-  }
 }
 
 void Engine::end_backward() {
@@ -392,7 +419,6 @@ void Engine::abort() {
   backward_active_ = false;
   forward_order_.current.clear();
   backward_order_.current.clear();
-  reducer_.abort_round();
   try {
     release_all();
   } catch (...) {
@@ -402,8 +428,11 @@ void Engine::abort() {
       u = Unit{};
     }
     std::fill(place_owner_.begin(), place_owner_.end(), -1);
+    reducer_.abort_round();
     throw;
   }
+  // Last: peers that stop at the same place may still wait for the gathers that were queued.
+  reducer_.abort_round();
 }
 
 }  // namespace tt::fsdp

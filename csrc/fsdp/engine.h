@@ -34,6 +34,8 @@ struct EngineCounters {
 
 class Engine {
  public:
+  static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+
   // All references must outlive the engine. Collective: allocates the arena through `comm`.
   Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& comm, runtime::Device& device,
          EngineClient& client);
@@ -46,18 +48,26 @@ class Engine {
   void after_forward(std::int32_t unit, bool backward_follows, bool last_module = true);
 
   // ---- backward
-  void before_backward(std::int32_t unit);
+  // A call of the unit is about to be run backward. Stamps count what the forward did: `reached`, the operation that
+  // backward has come to, and `began`, the first one of that call. Backward goes through them downwards, so a unit
+  // whose calls began after `reached` is done; that, and not which gradients have come, is the same on all ranks. Where
+  // a call is not known, kNowhere and 0.
+  void before_backward(std::int32_t unit, std::uint64_t reached = kNowhere, std::uint64_t began = 0);
   GradientDestination gradient_destination(std::int32_t param);
-  void gradient_ready(std::int32_t param);
+  void gradient_ready(std::int32_t param) { reducer_.gradient_ready(param); }
   void end_backward();
   // Whether the next backward passes reduce gradients (true) or keep them unreduced on each rank.
   void set_reduce(bool reduce) { reduce_ = reduce; }
+
+  // Whether the parameter takes part in backward passes from now on; false for one that was frozen after planning.
+  void set_trainable(std::int32_t param, bool trainable) { reducer_.set_trainable(param, trainable); }
 
   // After an exception in forward or backward: frees everything, so that the next step starts clean.
   void abort();
   // Called from inside waits.
   void progress() { reducer_.progress(); }
 
+  bool in_forward() const { return forward_depth_ > 0; }  // of the root module
   bool in_backward() const { return backward_active_; }
   bool is_gathered(std::int32_t unit) const { return unit_state(unit).state == State::kGathered; }
   const Arena& arena() const { return arena_; }
@@ -72,6 +82,7 @@ class Engine {
     runtime::Tag tag;
     std::int32_t forward_uses = 0;  // calls in progress
     bool in_backward = false;
+    std::uint64_t began = 0;  // in backward: stamp of the earliest call that is run backward, 0: unknown
   };
 
   // The order in which units were used, recorded in one pass and expected in the next.
@@ -87,10 +98,11 @@ class Engine {
   void record_and_prefetch(Order& order, std::int32_t unit, const char* pass);
   void release(std::int32_t unit);
   void release_all();
-  void begin_backward_of(std::int32_t unit);
+  void begin_backward_of(std::int32_t unit, std::uint64_t began);
   void finish_backward_of(std::int32_t unit);
   bool is_last_of_forward(std::int32_t unit) const;
   std::int32_t choose_place(std::int32_t unit);
+  std::int32_t free_place() const;
   bool rotates(std::int32_t unit) const { return arena_.own_place(unit) < 0; }
   bool in_use(const Unit& unit) const { return unit.forward_uses > 0 || unit.in_backward; }
   Unit& unit_state(std::int32_t unit) { return units_[static_cast<std::size_t>(unit)]; }
@@ -107,7 +119,9 @@ class Engine {
 
   std::vector<Unit> units_;
   std::vector<std::int32_t> place_owner_;  // unit in each place, or -1
-  std::vector<bool> keeps_until_next_;     // units with frozen parameters: freed when the next unit's backward begins
+  std::vector<runtime::Mark> place_left_;  // per place: the last work that read it
+  runtime::Mark masters_ready_;            // the last work that changed masters
+  runtime::Mark gathered_in_vain_;         // the last gather that nobody waited for: it has read masters, too
   std::deque<std::int32_t> queue_;         // gathers not launched yet, in sequence order
   Order forward_order_;
   Order backward_order_;

@@ -25,6 +25,9 @@ class EngineClient {
   virtual std::byte* gradient_shard(std::int32_t bucket) = 0;
   // Whether gradient_shard() holds a gradient of this parameter that the next one is added to.
   virtual bool has_gradient(std::int32_t param) = 0;
+  // Whether the backward pass in progress can bring a gradient of this parameter. Ranks differ in that where a
+  // parameter is used on some of them only; each must know, to let go of a unit at the same point of the program.
+  virtual bool will_report(std::int32_t param) = 0;
   // gradient_shard() now holds the parameter's gradient.
   virtual void gradient_written(std::int32_t param) = 0;
 

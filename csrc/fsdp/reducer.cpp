@@ -9,6 +9,7 @@ namespace {
 
 bool test(const std::vector<std::uint64_t>& bits, std::size_t i) { return (bits[i / 64] >> (i % 64) & 1U) != 0; }
 void set(std::vector<std::uint64_t>& bits, std::size_t i) { bits[i / 64] |= std::uint64_t{1} << (i % 64); }
+void unset(std::vector<std::uint64_t>& bits, std::size_t i) { bits[i / 64] &= ~(std::uint64_t{1} << (i % 64)); }
 bool any(const std::vector<std::uint64_t>& bits) {
   return std::any_of(bits.begin(), bits.end(), [](std::uint64_t word) { return word != 0; });
 }
@@ -25,13 +26,20 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
       device_(device),
       client_(client),
       buckets_(plan.buckets().size()),
-      slots_(arena.slots().size()),
+      summed_(device),
       index_in_bucket_(plan.params().size(), 0),
+      expected_(plan.units().size(), 0),
       launch_order_(arena.reduce_order()) {
+  for (std::size_t slot = 0; slot < arena.slots().size(); ++slot) {
+    slots_.emplace_back(device);
+  }
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const auto& params = plan.buckets()[b].params;
     buckets_[b].reported.assign((params.size() + 63) / 64, 0);
     buckets_[b].unreduced_reported = buckets_[b].reported;
+    buckets_[b].absent = buckets_[b].reported;
+    filled_.emplace_back(device);
+    buckets_[b].frozen = buckets_[b].reported;
     for (std::size_t i = 0; i < params.size(); ++i) {
       index_in_bucket_[static_cast<std::size_t>(params[i])] = i;
     }
@@ -39,7 +47,7 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
 }
 
 std::byte* Reducer::slot_memory(std::int32_t slot) const {
-  return comm_.reduce_memory() + arena_.slots()[static_cast<std::size_t>(slot)].offset;
+  return comm_.reduce_memory(arena_.slots()[static_cast<std::size_t>(slot)].offset);
 }
 
 DType Reducer::accumulate_dtype(std::int32_t bucket) const { return runtime::sum_dtype(arena_.wire_dtype(bucket)); }
@@ -59,7 +67,11 @@ bool Reducer::slot_is_free(std::int32_t slot) {
 
 void Reducer::take_slot(std::int32_t bucket) {
   const auto assign = [&](std::int32_t slot) {
-    slots_[static_cast<std::size_t>(slot)] = {true, bucket, round_};
+    auto& s = slots_[static_cast<std::size_t>(slot)];
+    s.taken = true;
+    s.bucket = bucket;
+    s.round = round_;
+    s.read.wait();
     state(bucket).slot = slot;
   };
   const std::int32_t own = arena_.own_slot(bucket);
@@ -138,41 +150,94 @@ GradientDestination Reducer::destination(std::int32_t param) {
   return {slot_memory(b.slot) + offset * size_of(wire), wire, test(b.reported, i)};
 }
 
-bool Reducer::gradient_ready(std::int32_t param) {
-  const std::int32_t bucket = plan_.placement(param).bucket;
-  auto& b = state(bucket);
-  const std::size_t i = index_in_bucket(param);
-  if (!reduce_) {
-    set(b.unreduced_reported, i);
-  }
+void Reducer::mark_reported(BucketState& b, std::size_t i) {
   if (!test(b.reported, i)) {
     set(b.reported, i);
     ++b.num_reported;
   }
-  const bool complete = static_cast<std::size_t>(b.num_reported) == spec(bucket).params.size();
-  if (reduce_ && complete && b.state == State::kFilling) {
-    b.state = State::kComplete;
-    if (comm_.needs_fixed_order()) {
-      launch_in_order();
-    } else {
-      launch(bucket);
-    }
-    progress();
+  if (test(b.absent, i)) {
+    unset(b.absent, i);
+    --b.num_absent;
   }
-  return complete && unit_complete(spec(bucket).unit);
 }
 
-bool Reducer::unit_complete(std::int32_t unit) const {
-  const auto& of_unit = plan_.unit_buckets()[static_cast<std::size_t>(unit)];
-  return std::all_of(of_unit.begin(), of_unit.end(), [&](std::int32_t b) {
-    return !is_reduced(spec(b)) || static_cast<std::size_t>(state(b).num_reported) == spec(b).params.size();
-  });
+void Reducer::gradient_ready(std::int32_t param) {
+  const std::int32_t bucket = plan_.placement(param).bucket;
+  auto& b = state(bucket);
+  const std::size_t i = index_in_bucket(param);
+  filled_[static_cast<std::size_t>(bucket)].record();
+  if (!reduce_) {
+    set(b.unreduced_reported, i);
+  }
+  mark_reported(b, i);
+  if (reduce_ && is_complete(bucket) && b.state == State::kFilling) {
+    launch_complete(bucket);
+  }
+}
+
+void Reducer::expect(std::int32_t unit) {
+  auto& last = expected_[static_cast<std::size_t>(unit)];
+  if (last == round_) {
+    return;
+  }
+  last = round_;
+  for (const std::int32_t bucket : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
+    if (!is_reduced(spec(bucket))) {
+      continue;
+    }
+    auto& b = state(bucket);
+    const auto& params = spec(bucket).params;
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      if (!test(b.reported, i) && !test(b.absent, i) && !client_.will_report(params[i])) {
+        set(b.absent, i);
+        ++b.num_absent;
+      }
+    }
+    if (reduce_ && b.state == State::kIdle && is_complete(bucket)) {  // peers may wait for it
+      launch_complete(bucket);
+    }
+  }
+}
+
+void Reducer::launch_complete(std::int32_t bucket) {
+  state(bucket).state = State::kComplete;
+  if (comm_.needs_fixed_order()) {
+    launch_in_order();
+  } else {
+    launch(bucket);
+  }
+  progress();
 }
 
 void Reducer::launch_in_order() {
-  while (next_launch_ < launch_order_.size() && state(launch_order_[next_launch_]).state == State::kComplete) {
+  // A bucket that gets no gradient at all is complete, too: it holds nobody up.
+  const auto may_launch = [&](std::int32_t bucket) {
+    const State s = state(bucket).state;
+    return s == State::kComplete || (s == State::kIdle && is_complete(bucket));
+  };
+  while (next_launch_ < launch_order_.size() && may_launch(launch_order_[next_launch_])) {
     launch(launch_order_[next_launch_]);
     ++next_launch_;
+  }
+}
+
+void Reducer::set_trainable(std::int32_t param, bool trainable) {
+  TT_CHECK(!active_, "trainable parameters change in the middle of a backward pass");
+  auto& b = state(plan_.placement(param).bucket);
+  const std::size_t i = index_in_bucket(param);
+  if (test(b.frozen, i) != trainable) {
+    return;
+  }
+  if (trainable) {
+    unset(b.frozen, i);
+    unset(b.absent, i);
+    --b.num_frozen;
+    --b.num_absent;
+  } else {
+    set(b.frozen, i);
+    set(b.absent, i);
+    ++b.num_frozen;
+    ++b.num_absent;
   }
 }
 
@@ -200,8 +265,7 @@ void Reducer::fill_gaps(std::int32_t bucket) {
         device_.add(where, wire, held, dtype, numel);
       } else {
         device_.cast(where, wire, held, dtype, numel);
-        set(b.reported, i);
-        ++b.num_reported;
+        mark_reported(b, i);
       }
     } else if (!test(b.reported, i)) {
       device_.zero(where, numel * size_of(wire));
@@ -210,9 +274,8 @@ void Reducer::fill_gaps(std::int32_t bucket) {
   clear(b.unreduced_reported);
 }
 
-void Reducer::launch(std::int32_t bucket) {
-  fill_gaps(bucket);
-  auto& b = state(bucket);
+runtime::Contribution Reducer::contribution_of(std::int32_t bucket) const {
+  const auto& b = state(bucket);
   runtime::Contribution contribution;
   contribution.bucket = static_cast<std::uint32_t>(bucket);
   contribution.round = round_;
@@ -220,7 +283,15 @@ void Reducer::launch(std::int32_t bucket) {
   contribution.shard_numel = static_cast<std::size_t>(spec(bucket).shard_numel);
   contribution.wire = arena_.wire_dtype(bucket);
   contribution.reported = b.reported;
-  comm_.launch_reduce(contribution);
+  return contribution;
+}
+
+void Reducer::launch(std::int32_t bucket) {
+  const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+  filled_[static_cast<std::size_t>(bucket)].wait();
+  fill_gaps(bucket);
+  auto& b = state(bucket);
+  comm_.launch_reduce(contribution_of(bucket));
   b.state = State::kLaunched;
   launched_.push_back(bucket);
 }
@@ -236,11 +307,21 @@ void Reducer::progress() {
       // Read by all ranks that it is shared with, while its sum travels on.
       auto& b = state(bucket);
       if (b.slot >= 0 && comm_.contribution_is_free(static_cast<std::uint32_t>(bucket), round_)) {
-        slots_[static_cast<std::size_t>(b.slot)].taken = false;
-        b.slot = -1;
+        const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+        leave_slot(b);
       }
       ++i;
     }
+  }
+}
+
+// In the reduce lane: what was submitted there before reads the slot.
+void Reducer::leave_slot(BucketState& b) {
+  if (b.slot >= 0) {
+    auto& s = slots_[static_cast<std::size_t>(b.slot)];
+    s.taken = false;
+    s.read.record();
+    b.slot = -1;
   }
 }
 
@@ -248,6 +329,7 @@ void Reducer::sum(std::int32_t bucket) {
   auto& b = state(bucket);
   const auto id = static_cast<std::uint32_t>(bucket);
   const auto anywhere = comm_.reported_anywhere(id, round_);
+  const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
   if (any(anywhere)) {
     const auto segments = comm_.my_segment_everywhere(id, round_);
     std::vector<const std::byte*> sources(segments.size());
@@ -279,9 +361,7 @@ void Reducer::sum(std::int32_t bucket) {
     }
   }
   comm_.finish_reduce(id, round_);
-  if (b.slot >= 0) {
-    slots_[static_cast<std::size_t>(b.slot)].taken = false;
-  }
+  leave_slot(b);
   b.state = State::kSummed;
 }
 
@@ -293,7 +373,9 @@ void Reducer::reset_round() {
     b.state = State::kIdle;
     b.slot = -1;
     b.num_reported = 0;
+    b.num_absent = b.num_frozen;
     clear(b.reported);
+    b.absent = b.frozen;
   }
   launched_.clear();
   active_ = false;
@@ -307,12 +389,20 @@ void Reducer::end_round() {
         launch(bucket);
       }
     }
-    comm_.close_round(round_);
+    {
+      const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+      comm_.close_round(round_);
+    }
     progress();
     while (!launched_.empty()) {
       comm_.wait_reduce_ready(static_cast<std::uint32_t>(launched_.front()), round_);
       progress();
     }
+    {
+      const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+      summed_.record();
+    }
+    summed_.wait();
   }
   reset_round();
 }
@@ -330,9 +420,16 @@ void Reducer::abort_round() {
   for (auto& b : buckets_) {
     clear(b.unreduced_reported);
   }
-  if (reduce_) {
-    comm_.abort_round(round_);
+  std::vector<runtime::Contribution> not_launched;
+  if (reduce_ && comm_.needs_fixed_order()) {
+    for (const std::int32_t bucket : launch_order_) {
+      const State s = state(bucket).state;
+      if (s != State::kLaunched && s != State::kSummed) {
+        not_launched.push_back(contribution_of(bucket));
+      }
+    }
   }
+  comm_.abort_round(round_, not_launched);
   reset_round();
 }
 

@@ -27,7 +27,8 @@ inline constexpr std::size_t kCacheLine = 64;
 
 enum class RankPhase : std::uint32_t { kAbsent, kAttached, kFailed, kLeft };
 
-enum class WaitKind : std::uint32_t { kNone, kAttach, kGather, kPlace, kReduce, kContribution };
+// kReduceUnlessStuck: for a reduction, but the rank goes on by itself where waiting could be a deadlock.
+enum class WaitKind : std::uint32_t { kNone, kAttach, kGather, kPlace, kReduce, kReduceUnlessStuck, kContribution };
 
 // What a rank waits for: gather `number` of unit `item`, place `item` (after gather `number`), or bucket `item` of
 // backward pass `number`.
@@ -45,8 +46,9 @@ struct Header {
 
 struct RankState {
   alignas(kCacheLine) std::atomic<std::uint64_t> gathered;  // sequence number of the last gather launched
-  std::atomic<std::uint64_t> closed_round;
-  alignas(kCacheLine) std::atomic<std::uint32_t> phase;  // RankPhase; stored after `pid` and `failure`
+  std::atomic<std::uint64_t> closed_round;                  // last backward pass that it ended or gave up
+  std::atomic<std::uint64_t> aborted_round;                 // last one that it gave up
+  alignas(kCacheLine) std::atomic<std::uint32_t> phase;     // RankPhase; stored after `pid` and `failure`
   std::atomic<std::int32_t> pid;
   // Where it is blocked now. For messages, and to tell a slow rank from a deadlock; not for correctness.
   std::atomic<std::uint32_t> waiting;  // WaitKind
@@ -124,6 +126,7 @@ class ControlBlock {
 
   int num_ranks() const { return static_cast<int>(layout_.num_ranks); }
   std::size_t num_places() const { return layout_.num_places; }
+  std::size_t num_buckets() const { return layout_.num_buckets; }
 
  private:
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/stress.h"
 
 namespace tt::host {
 namespace {
@@ -21,6 +22,7 @@ HostDevice::HostDevice() : HostDevice(available_isas().back()) {}
 HostDevice::HostDevice(Isa isa) : isa_(isa), kernels_(kernels(isa)) {}
 
 void HostDevice::cast(std::byte* dst, DType dst_dtype, const std::byte* src, DType src_dtype, std::size_t numel) {
+  stress_delay();
   if (numel == 0) return;
   if (dst_dtype == src_dtype) {
     std::memcpy(dst, src, numel * size_of(dst_dtype));
@@ -32,6 +34,7 @@ void HostDevice::cast(std::byte* dst, DType dst_dtype, const std::byte* src, DTy
 }
 
 void HostDevice::add(std::byte* dst, DType dst_dtype, const std::byte* src, DType src_dtype, std::size_t numel) {
+  stress_delay();
   check_floating(dst_dtype, "an addition to");
   check_floating(src_dtype, "an addition of");
   kernels_.add[index_of(dst_dtype)][index_of(src_dtype)](dst, src, numel);
@@ -39,6 +42,7 @@ void HostDevice::add(std::byte* dst, DType dst_dtype, const std::byte* src, DTyp
 
 void HostDevice::sum(std::byte* dst, std::span<const std::byte* const> sources, std::size_t numel,
                      const runtime::SumSpec& spec) {
+  stress_delay();
   check_floating(spec.wire, "a sum");
   check_floating(spec.result, "a sum to");
   check_floating(spec.round_to, "a rounding to");
@@ -57,6 +61,7 @@ double HostDevice::sum_squares(const std::byte* src, DType dtype, std::size_t nu
 }
 
 void HostDevice::zero(std::byte* dst, std::size_t bytes) {
+  stress_delay();
   if (bytes != 0) std::memset(dst, 0, bytes);
 }
 

@@ -55,12 +55,13 @@ class CountMark {
 
 }  // namespace
 
-PeerWait::PeerWait(ControlBlock control, int rank, std::vector<std::string> names, std::vector<std::string> unit_names,
+PeerWait::PeerWait(ControlBlock control, int rank, std::vector<std::string> names, const runtime::MemoryLayout& memory,
                    double timeout_seconds)
     : control_(control),
       rank_(rank),
       names_(std::move(names)),
-      unit_names_(std::move(unit_names)),
+      unit_names_(memory.unit_names),
+      bucket_units_(memory.bucket_units),
       timeout_seconds_(timeout_seconds),
       watches_(names_.size()),
       spin_time_(control_.num_ranks() > usable_processors() ? microseconds(0) : kSpin) {}
@@ -113,8 +114,8 @@ bool PeerWait::wait_slowly(const WaitReason& reason, const Arrived& arrived, dou
   while (true) {
     if (all(arrived)) return true;
     check_peers(reason, arrived);
-    if (return_if_stuck && is_stuck(arrived)) return false;
-    if (!return_if_stuck && reason.kind != WaitKind::kAttach) check_mutual(reason, arrived);
+    if (return_if_stuck && is_stuck(reason, arrived)) return false;
+    check_mutual(reason, arrived);
     if (Clock::now() >= deadline) throw_late(reason, arrived, timeout_seconds, hint);
     control_.header().bell.sleep_unless([&] { return all(arrived); }, kSlice);
     if (progress_) progress_();
@@ -142,6 +143,18 @@ void PeerWait::check_peers(const WaitReason& reason, const Arrived& arrived) {
               ". See its log for the reason (out of memory? `dmesg`), then start again from the last checkpoint"));
     }
   }
+  // Ranks that give the same backward pass up at the same place do not wait in it for what comes after that place.
+  const std::uint64_t ended = control_.rank(rank_).closed_round.load(std::memory_order_relaxed);
+  for (int peer = 0; peer < control_.num_ranks(); ++peer) {
+    const std::uint64_t given_up = control_.rank(peer).aborted_round.load(std::memory_order_acquire);
+    if (given_up > ended && !arrived(peer) && reason.kind != WaitKind::kReduceUnlessStuck) {
+      const std::string message =
+          str(who(peer), " gave up backward pass ", given_up, " because of an exception there, while ", my_name(),
+              " waited for it in ", describe(reason), ". See its log; an exception on one rank must stop all");
+      fail(message);
+      throw PeerError(message);
+    }
+  }
   for (int peer = 0; peer < control_.num_ranks(); ++peer) {
     if (phase_of(control_.rank(peer)) == RankPhase::kLeft && !arrived(peer)) {
       throw PeerError(str(who(peer), " has closed its communicator while ", my_name(), " waited for it in ",
@@ -150,7 +163,7 @@ void PeerWait::check_peers(const WaitReason& reason, const Arrived& arrived) {
   }
 }
 
-bool PeerWait::is_stuck(const Arrived& arrived) {
+bool PeerWait::is_stuck(const WaitReason& reason, const Arrived& arrived) {
   const auto any = [&] {
     for (int peer = 0; peer < control_.num_ranks(); ++peer) {
       if (peer != rank_ && !arrived(peer) && control_.rank(peer).waiting.load(std::memory_order_acquire) != 0)
@@ -158,30 +171,56 @@ bool PeerWait::is_stuck(const Arrived& arrived) {
     }
     return false;
   };
+  // One that has given the backward pass up will not come either, and this rank may be about to do the same.
+  for (int peer = 0; peer < control_.num_ranks(); ++peer) {
+    const std::uint64_t closed = control_.rank(peer).closed_round.load(std::memory_order_acquire);
+    if (closed >= reason.number && !arrived(peer)) return true;  // read first: its launches came before
+  }
   if (!any()) return false;
   std::this_thread::sleep_for(kStuckNap);
   return any();
 }
 
-// A peer that waits for this rank to release a place, while this rank waits for it: neither will ever go on. Ranks in
-// step do not get there, as each has released a place before it goes past the gather that needs it.
+bool PeerWait::waits_for_me(const WaitReason& reason) {
+  switch (reason.kind) {
+    case WaitKind::kGather:
+      return control_.rank(rank_).gathered.load(std::memory_order_relaxed) < reason.number;
+    case WaitKind::kPlace:
+      return reason.item < control_.num_places() &&
+             control_.released(rank_, reason.item).load(std::memory_order_relaxed) < reason.number;
+    case WaitKind::kReduce: {
+      if (reason.item >= control_.num_buckets()) return false;
+      const auto& slots = control_.bucket(rank_, reason.item).slots;
+      return slots[0].round.load(std::memory_order_relaxed) != reason.number &&
+             slots[1].round.load(std::memory_order_relaxed) != reason.number;
+    }
+    case WaitKind::kNone:
+    case WaitKind::kAttach:
+    case WaitKind::kReduceUnlessStuck:  // goes on by itself
+    case WaitKind::kContribution:       // this rank's progress, called inside its wait, may end that one
+      return false;
+  }
+  return false;
+}
+
+// A peer that waits for what this rank has not done, while this rank waits for it: neither will ever go on. Ranks in
+// step do not get there: each has launched what others wait for, and released a place, before it waits for the next.
 void PeerWait::check_mutual(const WaitReason& reason, const Arrived& arrived) {
-  const auto waits_for_me = [&](int peer) -> std::optional<WaitReason> {
+  if (reason.kind != WaitKind::kGather && reason.kind != WaitKind::kPlace && reason.kind != WaitKind::kReduce) return;
+  const auto blocked = [&](int peer) -> std::optional<WaitReason> {
     RankState& state = control_.rank(peer);
     const WaitReason its{static_cast<WaitKind>(state.waiting.load(std::memory_order_acquire)),
                          state.waiting_item.load(std::memory_order_relaxed),
                          state.waiting_number.load(std::memory_order_relaxed)};
-    const bool blocked = its.kind == WaitKind::kPlace && its.item < control_.num_places() &&
-                         control_.released(rank_, its.item).load(std::memory_order_acquire) < its.number;
-    return blocked && !arrived(peer) ? std::optional(its) : std::nullopt;
+    return waits_for_me(its) && !arrived(peer) ? std::optional(its) : std::nullopt;
   };
   for (int peer = 0; peer < control_.num_ranks(); ++peer) {
     if (peer == rank_) continue;
-    const auto before = waits_for_me(peer);
+    const auto before = blocked(peer);
     if (!before) continue;
     std::this_thread::sleep_for(kStuckNap);  // the three values are not read at once, and may be of a wait just ended
-    const auto its = waits_for_me(peer);
-    if (!its || its->item != before->item || its->number != before->number) continue;
+    const auto its = blocked(peer);
+    if (!its || its->kind != before->kind || its->item != before->item || its->number != before->number) continue;
     const std::string message =
         str("ranks have come apart: ", my_name(), " waits for ", name(peer), " in ", describe(reason), ", and ",
             name(peer), " for ", my_name(), " in ", describe(*its),
@@ -218,6 +257,10 @@ std::string PeerWait::unit(std::uint32_t unit) const {
   return unit < unit_names_.size() ? str("unit '", unit_names_[unit], "'") : str("unit ", unit);
 }
 
+std::string PeerWait::bucket(std::uint32_t bucket) const {
+  return str("bucket ", bucket, bucket < bucket_units_.size() ? str(" of ", unit(bucket_units_[bucket])) : "");
+}
+
 std::string PeerWait::describe(const WaitReason& reason) const {
   switch (reason.kind) {
     case WaitKind::kNone:
@@ -229,9 +272,10 @@ std::string PeerWait::describe(const WaitReason& reason) const {
     case WaitKind::kPlace:
       return str("the release of gather place ", reason.item, " (last used by gather ", reason.number, ")");
     case WaitKind::kReduce:
-      return str("the reduction of bucket ", reason.item, " (backward pass ", reason.number, ")");
+    case WaitKind::kReduceUnlessStuck:
+      return str("the reduction of ", bucket(reason.item), " (backward pass ", reason.number, ")");
     case WaitKind::kContribution:
-      return str("the release of its gradients of bucket ", reason.item, " (backward pass ", reason.number, ")");
+      return str("the release of its gradients of ", bucket(reason.item), " (backward pass ", reason.number, ")");
   }
   return "no wait";
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/stress.h"
 #include "host/control_block.h"
 
 namespace tt::host {
@@ -17,8 +18,8 @@ class PeerWait {
   // Whether a rank has got to where this one waits for it. May throw PeerError.
   using Arrived = std::function<bool(int rank)>;
 
-  // `names` of the ranks and units are for messages.
-  PeerWait(ControlBlock control, int rank, std::vector<std::string> names, std::vector<std::string> unit_names,
+  // `names` of the ranks, and those in `memory`, are for messages.
+  PeerWait(ControlBlock control, int rank, std::vector<std::string> names, const runtime::MemoryLayout& memory,
            double timeout_seconds);
 
   // Begins to watch every rank whose process id is known by now.
@@ -29,6 +30,7 @@ class PeerWait {
   // has not arrived at the deadline; and what `progress` throws.
   template <typename ArrivedFunction>
   void wait(const WaitReason& reason, const ArrivedFunction& arrived) {
+    stress_delay();
     if (all(arrived)) return;
     wait_slowly(reason, arrived, timeout_seconds_, kTimeoutHint, false);
   }
@@ -36,6 +38,7 @@ class PeerWait {
   // As wait(), but returns false when one of those missing is itself blocked in a wait.
   template <typename ArrivedFunction>
   bool wait_or_stuck(const WaitReason& reason, const ArrivedFunction& arrived) {
+    stress_delay();
     if (all(arrived)) return true;
     return wait_slowly(reason, arrived, timeout_seconds_, kTimeoutHint, true);
   }
@@ -59,6 +62,7 @@ class PeerWait {
   const std::string& name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
   const std::string& my_name() const { return name(rank_); }
   std::string unit(std::uint32_t unit) const;            // "unit 'layers.3'"
+  std::string bucket(std::uint32_t bucket) const;        // "bucket 5 of unit 'layers.3'"
   std::string describe(const WaitReason& reason) const;  // "gather 17 of unit 'layers.3'"
 
  private:
@@ -69,7 +73,9 @@ class PeerWait {
                    bool return_if_stuck);
   bool spin(const Arrived& arrived);
   void check_peers(const WaitReason& reason, const Arrived& arrived);
-  bool is_stuck(const Arrived& arrived);
+  bool is_stuck(const WaitReason& reason, const Arrived& arrived);
+  // Whether a rank that waits for `reason` waits for this rank, which will not get there before its own wait ends.
+  bool waits_for_me(const WaitReason& reason);
   void check_mutual(const WaitReason& reason, const Arrived& arrived);
   [[noreturn]] void throw_late(const WaitReason& reason, const Arrived& arrived, double timeout_seconds,
                                const char* hint);
@@ -79,6 +85,7 @@ class PeerWait {
   int rank_;
   std::vector<std::string> names_;
   std::vector<std::string> unit_names_;
+  std::vector<std::uint32_t> bucket_units_;
   double timeout_seconds_;
   std::vector<std::optional<ProcessWatch>> watches_;
   std::chrono::microseconds spin_time_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/stress.h"
 
 namespace tt::host {
 namespace {
@@ -81,7 +82,7 @@ void ShmCommunicator::allocate(const MemoryLayout& memory) {
     segment_ = std::make_shared<ShmSegment>(share_memory_file(rendezvous, agreement), layout_->total_bytes);
   }
   control_.emplace(segment_->data(), *layout_);
-  wait_ = std::make_unique<PeerWait>(*control_, rank(), names_, memory.unit_names, options_.timeout_seconds);
+  wait_ = std::make_unique<PeerWait>(*control_, rank(), names_, memory, options_.timeout_seconds);
   wait_->set_progress(progress_);
   launched_at_.assign(memory.places, 0);
   launches_.assign(memory.bucket_params.size(), 0);
@@ -133,14 +134,14 @@ ControlBlock& ShmCommunicator::control() {
   return *control_;
 }
 
-std::byte* ShmCommunicator::gather_memory() {
+std::byte* ShmCommunicator::gather_memory(std::size_t offset) {
   control();
-  return segment_->data() + layout_->gather;
+  return segment_->data() + layout_->gather + offset;
 }
 
-std::byte* ShmCommunicator::reduce_memory() {
+std::byte* ShmCommunicator::reduce_memory(std::size_t offset) {
   control();
-  return segment_->data() + layout_->reduce + static_cast<std::size_t>(rank()) * layout_->reduce_stride;
+  return segment_->data() + layout_->reduce + static_cast<std::size_t>(rank()) * layout_->reduce_stride + offset;
 }
 
 // ---- gather
@@ -177,7 +178,9 @@ void ShmCommunicator::launch_gather(std::uint32_t place, const Tag& tag, std::sp
   GatherEntry& entry = control_->entry(rank(), tag.sequence);
   entry.place.store(place, std::memory_order_relaxed);
   entry.unit.store(tag.unit, std::memory_order_relaxed);
+  stress_delay();
   entry.sequence.store(tag.sequence, std::memory_order_release);
+  stress_delay();
   me.gathered.store(tag.sequence, std::memory_order_release);
   control_->header().bell.ring();
 }
@@ -211,6 +214,7 @@ void ShmCommunicator::wait_gather(std::uint32_t place, const Tag& tag) {
 void ShmCommunicator::release(std::uint32_t place) {
   control();
   TT_CHECK(place < launched_at_.size(), "place ", place, " of ", launched_at_.size());
+  stress_delay();
   control_->released(rank(), place).store(launched_at_[place], std::memory_order_release);
   control_->header().bell.ring();
 }
@@ -257,20 +261,24 @@ void ShmCommunicator::launch_reduce(const Contribution& contribution) {
   mine.wire = static_cast<std::uint32_t>(contribution.wire);
   std::fill(mask.begin(), mask.end(), 0);
   std::copy(contribution.reported.begin(), contribution.reported.end(), mask.begin());
+  stress_delay();
   mine.round.store(contribution.round, std::memory_order_release);
   ++launches_[bucket];
   control_->header().bell.ring();
 }
 
 void ShmCommunicator::close_round(std::uint64_t round) {
+  stress_delay();
   control().rank(rank()).closed_round.store(round, std::memory_order_release);
 }
 
-void ShmCommunicator::abort_round(std::uint64_t round) {
+void ShmCommunicator::abort_round(std::uint64_t round, std::span<const Contribution> not_launched) {
+  static_cast<void>(not_launched);  // contributions are found by bucket and round, not by their order
   control();
   for (std::uint32_t bucket = 0; bucket < launches_.size(); ++bucket) {
     control_->bucket(rank(), bucket).finished.store(round, std::memory_order_release);
   }
+  control_->rank(rank()).aborted_round.store(round, std::memory_order_release);
   close_round(round);
   control_->header().bell.ring();
 }
@@ -280,8 +288,8 @@ bool ShmCommunicator::has_launched(int peer, std::uint32_t bucket, std::uint64_t
   const std::uint64_t closed = control_->rank(peer).closed_round.load(std::memory_order_acquire);
   if (find_slot(peer, bucket, round)) return true;
   if (closed >= round) {
-    throw_apart(str(wait_->name(peer), " has ended backward pass ", closed, " without the reduction of bucket ", bucket,
-                    " in backward pass ", round, " that ", wait_->my_name(), " waits for"));
+    throw_apart(str(wait_->name(peer), " has ended backward pass ", closed, " without the reduction of ",
+                    wait_->bucket(bucket), " in backward pass ", round, " that ", wait_->my_name(), " waits for"));
   }
   return false;
 }
@@ -298,8 +306,8 @@ void ShmCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t roun
 
 bool ShmCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) {
   check_bucket(bucket);
-  return wait_->wait_or_stuck({WaitKind::kReduce, bucket, round},
-                              [&](int peer) { return has_launched(peer, bucket, round); });
+  return wait_->wait_or_stuck({WaitKind::kReduceUnlessStuck, bucket, round},
+                              [&](int peer) { return find_slot(peer, bucket, round).has_value(); });
 }
 
 std::size_t ShmCommunicator::ready_slot(int peer, std::uint32_t bucket, std::uint64_t round) {
@@ -338,6 +346,7 @@ std::vector<const std::byte*> ShmCommunicator::my_segment_everywhere(std::uint32
 
 void ShmCommunicator::finish_reduce(std::uint32_t bucket, std::uint64_t round) {
   check_bucket(bucket);
+  stress_delay();
   control_->bucket(rank(), bucket).finished.store(round, std::memory_order_release);
   control_->header().bell.ring();
 }

@@ -39,8 +39,8 @@ class ShmCommunicator final : public runtime::Communicator {
   const char* name() const override { return "shared memory"; }
 
   void allocate(const runtime::MemoryLayout& layout) override;
-  std::byte* gather_memory() override;
-  std::byte* reduce_memory() override;
+  std::byte* gather_memory(std::size_t offset) override;
+  std::byte* reduce_memory(std::size_t offset) override;
   std::size_t gather_reserved_bytes() const { return memory_.gather_reserved_bytes; }
   std::size_t reduce_reserved_bytes() const { return memory_.reduce_reserved_bytes; }
   // The mapping, to keep alive for whoever looks at the memory.
@@ -55,7 +55,7 @@ class ShmCommunicator final : public runtime::Communicator {
   bool needs_fixed_order() const override { return false; }
   void launch_reduce(const runtime::Contribution& contribution) override;
   void close_round(std::uint64_t round) override;
-  void abort_round(std::uint64_t round) override;
+  void abort_round(std::uint64_t round, std::span<const runtime::Contribution> not_launched) override;
   bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) override;
   void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) override;
   bool wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) override;

@@ -5,6 +5,10 @@
 //   reduce  every rank has written its gradients of a bucket (all N segments) somewhere into its reduce memory;
 //           afterwards each rank can sum its own segment over all ranks.
 //
+// On a device with lanes, launch_gather and release are called in the gather lane, launch_reduce, close_round,
+// my_segment_everywhere and finish_reduce in the reduce lane, wait_gather in the compute lane; "written" and "readable"
+// then mean: for work that the calling thread submits to that lane afterwards.
+//
 // Both are split into launch and wait, so that publishing early hides stragglers. Ranks run the same program: gathers
 // are launched in the same order everywhere, and each carries a tag that all ranks compare. Reductions are matched by
 // (bucket, round). All waits have a deadline, notice a dead or failed peer, and end in PeerError that names it.
@@ -33,10 +37,10 @@ struct Segments {
   std::size_t shard_bytes = 0;
 };
 
-// Where one bucket lies while it travels between replicas.
-struct Staging {
+// Part of gather, reduce or staging memory.
+struct Region {
   std::size_t offset = 0;
-  std::size_t bytes = 0;  // 0: never reduced
+  std::size_t bytes = 0;
 };
 
 // Sizes agreed before any collective, the same on all ranks.
@@ -48,8 +52,14 @@ struct MemoryLayout {
   std::uint32_t places = 0;                  // gather places are numbered 0 .. places-1
   std::vector<std::uint32_t> bucket_params;  // parameters in each bucket that is reduced (0: never reduced)
   std::vector<std::string> unit_names;       // for messages
-  std::size_t staging_bytes = 0;             // private memory of each rank; 0 with one replica
-  std::vector<Staging> staging = {};         // per bucket, in that memory; buckets may overlap
+  // What lies between the planned bytes and the reserved ones. Memory that cannot be reserved without being taken (that
+  // of an accelerator) is taken for a region when it is first asked for.
+  std::vector<Region> gather_overflow = {};
+  std::vector<Region> reduce_overflow = {};
+  std::vector<std::uint32_t> bucket_units = {};  // for messages: unit of each bucket, or empty
+  std::size_t staging_bytes = 0;                 // private memory of each rank; 0 with one replica
+  // Per bucket, in that memory: where its sum travels between replicas. Buckets may overlap; 0 bytes: never reduced.
+  std::vector<Region> staging = {};
 };
 
 // What gradients of `wire` are added up in.
@@ -85,8 +95,11 @@ class Communicator {
 
   // Collective; called once, before anything below.
   virtual void allocate(const MemoryLayout& layout) = 0;
-  virtual std::byte* gather_memory() = 0;  // valid after allocate()
-  virtual std::byte* reduce_memory() = 0;  // this rank's
+  // The place or slot that contains `offset`, from there on. Valid after allocate(), and for good.
+  virtual std::byte* gather_memory(std::size_t offset) = 0;
+  virtual std::byte* reduce_memory(std::size_t offset) = 0;  // this rank's
+  // What this rank holds for messages beyond the layout; it grows to what the steps need and stays.
+  virtual std::size_t buffer_bytes() const { return 0; }
 
   // ---- gather -------------------------------------------------------------------------------------------------------
   // Whether every rank has released what the place held before, so that its segments may be written.
@@ -106,8 +119,9 @@ class Communicator {
   // Every reducible bucket of this round has been launched.
   virtual void close_round(std::uint64_t round) = 0;
   // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more. Peers that
-  // give it up at the same place go on in step; one that waits for what does not come gets PeerError.
-  virtual void abort_round(std::uint64_t round) = 0;
+  // give it up at the same place go on in step; one that waits for what does not come gets PeerError. `not_launched`:
+  // what was left, in the fixed order, where there is one; its data are void.
+  virtual void abort_round(std::uint64_t round, std::span<const Contribution> not_launched) = 0;
   // Whether all ranks have launched (bucket, round).
   virtual bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) = 0;
   virtual void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) = 0;

@@ -1,6 +1,7 @@
 #include "torch/autograd_hooks.h"
 
 #include <utility>
+#include <vector>
 
 #include "torch/error_bridge.h"
 #include "torch/torch_engine.h"
@@ -28,17 +29,18 @@ struct GradientSink : public torch::autograd::AccumulateGrad {
 };
 
 struct BeforeBackward : public torch::autograd::FunctionPreHook {
-  BeforeBackward(std::int32_t unit_index, std::weak_ptr<TorchEngine> owner)
-      : unit(unit_index), engine(std::move(owner)) {}
+  BeforeBackward(std::int32_t unit_index, UnitCall of_call, std::weak_ptr<TorchEngine> owner)
+      : unit(unit_index), call(std::move(of_call)), engine(std::move(owner)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (const auto locked = engine.lock()) {
-      in_autograd([&] { locked->engine().before_backward(unit); });
+      in_autograd([&] { locked->before_backward(unit, call); });
     }
     return grads;
   }
 
   std::int32_t unit;
+  UnitCall call;
   std::weak_ptr<TorchEngine> engine;
 };
 
@@ -49,9 +51,9 @@ torch_compat::GradientNode make_gradient_sink(const at::Tensor& leaf, std::int32
   return c10::make_intrusive<GradientSink>(leaf, param, engine);
 }
 
-std::unique_ptr<torch::autograd::FunctionPreHook> make_before_backward(std::int32_t unit,
+std::unique_ptr<torch::autograd::FunctionPreHook> make_before_backward(std::int32_t unit, UnitCall call,
                                                                        const std::weak_ptr<TorchEngine>& engine) {
-  return std::make_unique<BeforeBackward>(unit, engine);
+  return std::make_unique<BeforeBackward>(unit, std::move(call), engine);
 }
 
 }  // namespace tt

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "torch/compat.h"
 
@@ -15,8 +16,15 @@ class TorchEngine;
 torch_compat::GradientNode make_gradient_sink(const at::Tensor& leaf, std::int32_t param,
                                               const std::weak_ptr<TorchEngine>& engine);
 
-// Pre-hook of a node that made an output of `unit`.
-std::unique_ptr<torch::autograd::FunctionPreHook> make_before_backward(std::int32_t unit,
+// One call of a unit, as a node that made an output of it remembers it.
+struct UnitCall {
+  std::uint64_t node = 0;               // the node's sequence number
+  std::uint64_t began = 0;              // the first sequence number of the call
+  std::vector<std::uint32_t> versions;  // how often the unit's pieces had been changed in place
+};
+
+// Pre-hook of that node.
+std::unique_ptr<torch::autograd::FunctionPreHook> make_before_backward(std::int32_t unit, UnitCall call,
                                                                        const std::weak_ptr<TorchEngine>& engine);
 
 }  // namespace tt

@@ -1,70 +1,301 @@
 #include "torch/c10d_communicator.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
 
-#include <chrono>
+#include <algorithm>
+#include <cstring>
 #include <thread>
 #include <utility>
 
 #include "base/error.h"
+#include "host/rendezvous.h"
 
 namespace tt {
 namespace {
 
-at::Tensor bytes_at(std::byte* where, std::size_t bytes) {
-  return at::from_blob(where, {static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
+// How often a wait looks after this rank's own progress, and for notes of peers (a message to the store).
+constexpr std::chrono::milliseconds kProgressEvery{50};
+constexpr std::chrono::milliseconds kNotesEvery{250};
+// A process whose sockets have closed is not yet known to be dead.
+constexpr std::chrono::milliseconds kDeathGrace{1000};
+
+at::Tensor part_of(const at::Tensor& memory, std::size_t offset, std::size_t bytes) {
+  return memory.narrow(0, static_cast<std::int64_t>(offset), static_cast<std::int64_t>(bytes));
+}
+
+bool any(const std::vector<std::uint64_t>& bits) {
+  return std::any_of(bits.begin(), bits.end(), [](std::uint64_t word) { return word != 0; });
+}
+
+std::uint64_t hash_of(const std::string& text) {  // FNV-1a
+  std::uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return hash;
 }
 
 }  // namespace
 
-C10dCommunicator::C10dCommunicator(Group gathers, Group reductions)
+void C10dCommunicator::Memory::allocate(std::size_t planned, std::size_t reserved,
+                                        std::vector<runtime::Region> overflow, c10::Device device) {
+  // On the host, pages are backed when they are first written: what is reserved beyond the plan costs nothing.
+  const std::size_t bytes = device.is_cpu() ? reserved : planned;
+  planned_ = at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device));
+  if (!device.is_cpu()) {
+    taken_.resize(overflow.size());
+    overflow_ = std::move(overflow);
+  }
+}
+
+at::Tensor C10dCommunicator::Memory::part(std::size_t offset, std::size_t bytes) {
+  for (std::size_t i = 0; i < overflow_.size(); ++i) {
+    const auto& region = overflow_[i];
+    if (offset >= region.offset && offset < region.offset + region.bytes) {
+      if (!taken_[i].defined()) {
+        taken_[i] = at::empty({static_cast<std::int64_t>(region.bytes)}, planned_.options());
+      }
+      return part_of(taken_[i], offset - region.offset, bytes);
+    }
+  }
+  return part_of(planned_, offset, bytes);
+}
+
+C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, c10::Device device, double timeout_seconds,
+                                   std::vector<int> global_ranks)
     : gathers_(std::move(gathers)),
       reductions_(std::move(reductions)),
       rank_(gathers_->getRank()),
-      size_(gathers_->getSize()) {
+      size_(gathers_->getSize()),
+      timeout_seconds_(timeout_seconds),
+      global_ranks_(std::move(global_ranks)),
+      board_(gathers_->getStore(), rank_, size_),
+      device_(device),
+      received_buffers_(std::make_shared<BufferPool>(device)) {
   if (reductions_->getSize() != size_ || reductions_->getRank() != rank_) {
     throw ValueError("the two process groups must have the same ranks in the same order");
   }
+  if (!(timeout_seconds_ > 0)) {
+    throw ValueError(str("a timeout of ", timeout_seconds_, " seconds: it must be positive"));
+  }
+  if (!global_ranks_.empty() && global_ranks_.size() != static_cast<std::size_t>(size_)) {
+    throw ValueError(str(global_ranks_.size(), " global ranks for ", size_, " ranks"));
+  }
+}
+
+C10dCommunicator::~C10dCommunicator() {
+  if (gather_queue_) board_.post({NoteKind::kLeft, 0, gather_queue_->added(), reduction_queue_->added(), ""});
+}
+
+std::string C10dCommunicator::name(int rank) const {
+  return str("rank ", global_ranks_.empty() ? rank : global_ranks_[static_cast<std::size_t>(rank)]);
 }
 
 void C10dCommunicator::allocate(const runtime::MemoryLayout& layout) {
   layout_ = layout;
-  const auto options = at::TensorOptions().dtype(at::kByte);
-  // Pages are backed when they are first written, so what is reserved beyond the plan costs nothing.
-  gather_memory_ = at::empty({static_cast<std::int64_t>(layout.gather_reserved_bytes)}, options);
-  reduce_memory_ = at::empty({static_cast<std::int64_t>(layout.reduce_reserved_bytes)}, options);
-  reduction_of_.resize(layout.bucket_params.size());
-}
-
-std::byte* C10dCommunicator::gather_memory() { return static_cast<std::byte*>(gather_memory_.mutable_data_ptr()); }
-std::byte* C10dCommunicator::reduce_memory() { return static_cast<std::byte*>(reduce_memory_.mutable_data_ptr()); }
-
-std::string C10dCommunicator::describe(const runtime::Tag& tag) const {
-  return str("gather ", tag.sequence, " of unit '",
-             tag.unit < layout_.unit_names.size() ? layout_.unit_names[tag.unit] : str("number ", tag.unit), "'");
-}
-
-void C10dCommunicator::wait(Work& work, const std::string& what) {
-  auto pause = std::chrono::microseconds(10);
-  auto slept = std::chrono::microseconds(0);
-  while (!work->isCompleted()) {
-    std::this_thread::sleep_for(pause);
-    slept += pause;
-    pause = std::min(pause * 2, std::chrono::microseconds(500));
-    if (slept > std::chrono::milliseconds(50)) {
-      slept = std::chrono::microseconds(0);
-      if (progress_) {
-        progress_();
-      }
-    }
+  gather_memory_.allocate(layout.gather_bytes, layout.gather_reserved_bytes, layout.gather_overflow, device_);
+  reduce_memory_.allocate(layout.reduce_bytes, layout.reduce_reserved_bytes, layout.reduce_overflow, device_);
+  if (!on_host()) {
+    launches_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
   }
+  reduction_of_.resize(layout.bucket_params.size());
+
+  // Which processes are on this machine, to tell which one died.
+  auto mine = at::empty({2}, at::TensorOptions().dtype(at::kLong));
+  auto* words = mine.mutable_data_ptr<std::int64_t>();
+  words[0] = static_cast<std::int64_t>(hash_of(host::shm_identity()));
+  words[1] = ::getpid();
+  auto everyone = at::empty({2 * size_}, at::TensorOptions().dtype(at::kLong));
+  const auto work = gathers_->all_gather_single(everyone, mine);
+  const std::string what = "the first exchange";
+  wait_until([&] { return work->isCompleted(); }, what, 0, false);
   try {
     work->wait();
-  } catch (const std::exception& error) {
-    throw PeerError(str("rank ", rank_, ": ", what, " failed: a peer died, failed, or did not arrive in time (",
-                        error.what(), ")"));
+  } catch (const std::exception&) {
+    throw_failure(explain(what, std::current_exception()));
+  }
+  const auto* all = everyone.const_data_ptr<std::int64_t>();
+  watches_.resize(static_cast<std::size_t>(size_));
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != rank_ && all[2 * peer] == words[0]) {
+      watches_[static_cast<std::size_t>(peer)].emplace(static_cast<pid_t>(all[2 * peer + 1]));
+    }
+  }
+
+  std::size_t mask_words = 0;
+  for (const std::uint32_t params : layout.bucket_params) {
+    mask_words = std::max<std::size_t>(mask_words, (params + std::size_t{63}) / 64);
+  }
+  gather_queue_ = std::make_unique<CollectiveQueue>(gathers_, 0);
+  reduction_queue_ = std::make_unique<CollectiveQueue>(reductions_, mask_words);
+}
+
+std::string C10dCommunicator::describe(const Header& header) const {
+  const auto unit = [&](std::size_t index) {
+    return index < layout_.unit_names.size() ? str("unit '", layout_.unit_names[index], "'") : str("unit ", index);
+  };
+  const auto item = static_cast<std::size_t>(header.item);
+  using What = Header::What;
+  if (header.what == What::kRoundEnd) return str("the end of backward pass ", header.number);
+  if (header.what == What::kGather) return str("gather ", header.number, " of ", unit(item));
+  const std::string of = item < layout_.bucket_units.size() ? str(" of ", unit(layout_.bucket_units[item])) : "";
+  return str("the reduction of bucket ", item, of, " in backward pass ", header.number);
+}
+
+// ---- waiting --------------------------------------------------------------------------------------------------------
+
+template <typename Done>
+void C10dCommunicator::wait_until(const Done& done, const std::string& of, std::uint64_t number, bool of_reductions) {
+  const auto start = Clock::now();
+  auto pause = std::chrono::microseconds(10);
+  auto next_progress = start + kProgressEvery;
+  auto next_notes = start + kNotesEvery;
+  while (!done()) {
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(500));
+    const auto now = Clock::now();
+    if (now >= next_progress) {
+      next_progress = now + kProgressEvery;
+      if (progress_) progress_();
+    }
+    if (now < next_notes) continue;
+    next_notes = now + kNotesEvery;
+    check_notes(of, number, of_reductions);
+    if (std::chrono::duration<double>(now - start).count() > timeout_seconds_) {
+      throw_failure(str(name(rank_), " waited ", timeout_seconds_, " seconds in ", of,
+                        " for a rank that did not come to it. See the logs and stacks of all ranks (`py-spy dump "
+                        "--pid`). If the others are only slow (first compilation, slow storage), raise "
+                        "HCCL_EXEC_TIMEOUT"));
+    }
   }
 }
+
+CollectiveQueue::Launch C10dCommunicator::in_lane(CollectiveQueue::Launch launch) {
+  if (on_host()) return launch;
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  const auto written = std::make_shared<c10::Event>(device_.type());
+  written->record(guard.getStream(device_));
+  return [launch = std::move(launch), written, stream = *launches_](const Job& job) {
+    const c10::StreamGuard on(stream);
+    written->block(stream);
+    return launch(job);
+  };
+}
+
+// On an accelerator, data have arrived for the host when they are under way: a lane waits for them.
+bool C10dCommunicator::has_arrived(const Job& job) const {
+  if (!job.announced()) return false;
+  return !on_host() ||
+         std::all_of(job.works().begin(), job.works().end(), [](const Work& work) { return work->isCompleted(); });
+}
+
+void C10dCommunicator::wait(const Job& job, bool of_reductions) {
+  check_not_failed();
+  if (!has_arrived(job)) {
+    const auto& queue = of_reductions ? *reduction_queue_ : *gather_queue_;
+    wait_until([&] { return has_arrived(job) || queue.broken(); }, describe(job.mine()), job.number(), of_reductions);
+    if (const auto before = queue.broken(); before != nullptr && !has_arrived(job)) {
+      if (before->error()) throw_failure(explain(describe(before->mine()), before->error()));
+      check_agreement(*before);
+    }
+  }
+  if (job.error()) throw_failure(explain(describe(job.mine()), job.error()));
+  check_agreement(job);
+  if (on_host()) wait_for_data(job);
+}
+
+void C10dCommunicator::wait_for_data(const Job& job) {
+  try {
+    for (const auto& work : job.works()) work->wait();  // on an accelerator: lets the current lane wait
+  } catch (const std::exception&) {
+    throw_failure(explain(describe(job.mine()), std::current_exception()));
+  }
+}
+
+void C10dCommunicator::check_agreement(const Job& job) {
+  if (job.agreed()) return;
+  for (int r = 0; r < size_; ++r) {
+    const Header theirs = job.header(r);
+    if (theirs == job.mine()) continue;
+    if (same_but_void(theirs, job.mine())) {
+      throw_failure(str(name(r), " gave up backward pass ", theirs.number, " because of an exception there, while ",
+                        name(rank_), " goes on with it. See its log; an exception on one rank must stop all"));
+    }
+    throw_failure(str("ranks have come apart: ", name(rank_), " is at ", describe(job.mine()), ", ", name(r), " at ",
+                      describe(theirs),
+                      ". All ranks must run the same modules in the same order, also where the data differ, and an "
+                      "exception on one must stop all"));
+  }
+}
+
+void C10dCommunicator::check_notes(const std::string& of, std::uint64_t number, bool of_reductions) {
+  const auto& notes = board_.read();
+  for (int r = 0; r < size_; ++r) {  // the most telling reason first
+    const auto& note = notes[static_cast<std::size_t>(r)];
+    if (r != rank_ && note && note->kind == NoteKind::kFailed) throw_failure(str(name(r), " failed: ", note->why));
+  }
+  for (int r = 0; r < size_; ++r) {
+    const auto& note = notes[static_cast<std::size_t>(r)];
+    if (r == rank_ || !note || note->kind == NoteKind::kFailed) continue;
+    if (number <= (of_reductions ? note->reductions : note->gathers)) continue;  // it has done its part of this one
+    if (note->kind == NoteKind::kLeft) {
+      throw_failure(str(name(r), " has closed its communicator while ", name(rank_), " waited for it in ", of,
+                        ". All ranks must run the same number of steps"));
+    }
+    // Ranks that give the same backward pass up at the same place do not wait in it for what comes after that place.
+    if (note->round > ended_round_) {
+      throw_failure(str(name(r), " gave up backward pass ", note->round, " because of an exception there, while ",
+                        name(rank_), " waited for it in ", of,
+                        ". See its log; an exception on one rank must stop all"));
+    }
+  }
+}
+
+std::string C10dCommunicator::explain(const std::string& of, const std::exception_ptr& error) {
+  const auto deadline = Clock::now() + kDeathGrace;
+  for (;;) {
+    const auto& notes = board_.read();
+    for (int r = 0; r < size_; ++r) {
+      const auto& note = notes[static_cast<std::size_t>(r)];
+      if (r != rank_ && note && note->kind == NoteKind::kFailed) return str(name(r), " failed: ", note->why);
+    }
+    for (int r = 0; r < size_; ++r) {
+      const auto index = static_cast<std::size_t>(r);
+      if (index < watches_.size() && watches_[index] && watches_[index]->is_dead()) {
+        return str(name(r), " died while ", name(rank_), " waited for it in ", of,
+                   ". See its log for the reason (out of memory? `dmesg`), then start again from the last checkpoint");
+      }
+    }
+    if (Clock::now() >= deadline) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  std::string said;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    said = e.what();
+  }
+  return str(name(rank_), ": ", of, " failed: a peer died, failed, or did not arrive in time (", said, ")");
+}
+
+void C10dCommunicator::check_not_failed() const {
+  if (!failed_.empty()) throw PeerError(str(name(rank_), " gave up before: ", failed_));
+}
+
+void C10dCommunicator::throw_failure(const std::string& message) {
+  fail(message);
+  throw PeerError(message);
+}
+
+void C10dCommunicator::fail(const std::string& why) noexcept {
+  if (!failed_.empty()) return;
+  failed_ = why;
+  board_.post({NoteKind::kFailed, 0, 0, 0, why});
+}
+
+// ---- gather ---------------------------------------------------------------------------------------------------------
 
 bool C10dCommunicator::place_is_free(std::uint32_t place) {
   static_cast<void>(place);  // private memory: whoever released it may write it
@@ -75,61 +306,44 @@ void C10dCommunicator::wait_place_free(std::uint32_t place) { static_cast<void>(
 
 void C10dCommunicator::launch_gather(std::uint32_t place, const runtime::Tag& tag,
                                      std::span<const runtime::Segments> buckets) {
-  Gather gather;
-  auto mine = at::empty({2}, at::TensorOptions().dtype(at::kLong));
-  auto* values = mine.mutable_data_ptr<std::int64_t>();
-  values[0] = tag.unit;
-  values[1] = static_cast<std::int64_t>(tag.sequence);
-  gather.tags = at::empty({2 * size_}, at::TensorOptions().dtype(at::kLong));
-  gather.works.push_back(gathers_->all_gather_single(gather.tags, mine));
+  check_not_failed();
+  std::vector<std::pair<at::Tensor, at::Tensor>> moves;  // all, my part
   for (const auto& bucket : buckets) {
-    std::byte* base = gather_memory() + bucket.offset;
-    auto all = bytes_at(base, bucket.shard_bytes * static_cast<std::size_t>(size_));
-    auto part = bytes_at(base + static_cast<std::size_t>(rank_) * bucket.shard_bytes, bucket.shard_bytes);
-    gather.works.push_back(gathers_->all_gather_single(all, part));
+    const std::size_t mine = bucket.offset + static_cast<std::size_t>(rank_) * bucket.shard_bytes;
+    moves.emplace_back(gather_memory_.part(bucket.offset, bucket.shard_bytes * static_cast<std::size_t>(size_)),
+                       gather_memory_.part(mine, bucket.shard_bytes));
   }
-  pending_gathers_[place] = std::move(gather);
+  const Header header{Header::What::kGather, tag.unit, static_cast<std::int64_t>(tag.sequence)};
+  const auto launch = [group = gathers_, moves = std::move(moves)](const Job&) {
+    std::vector<Work> works;
+    for (auto [all, part] : moves) works.push_back(group->all_gather_single(all, part));
+    return works;
+  };
+  pending_gathers_[place] = gather_queue_->add(header, {}, in_lane(launch));
 }
 
 void C10dCommunicator::wait_gather(std::uint32_t place, const runtime::Tag& tag) {
   const auto found = pending_gathers_.find(place);
   TT_CHECK(found != pending_gathers_.end(), "no gather at place ", place);
-  auto& gather = found->second;
-  wait(gather.works.front(), describe(tag));  // tags first: sizes may differ if ranks have come apart
-  const auto* tags = gather.tags.const_data_ptr<std::int64_t>();
-  for (int r = 0; r < size_; ++r) {
-    const runtime::Tag theirs{static_cast<std::uint32_t>(tags[2 * r]), static_cast<std::uint64_t>(tags[2 * r + 1])};
-    if (theirs.unit != tag.unit || theirs.sequence != tag.sequence) {
-      throw PeerError(str("ranks have come apart: rank ", rank_, " is at ", describe(tag), ", rank ", r, " at ",
-                          describe(theirs), ". All ranks must call the same modules in the same order"));
-    }
-  }
-  for (auto& work : gather.works) {
-    wait(work, describe(tag));
-  }
+  TT_CHECK(found->second->mine().number == static_cast<std::int64_t>(tag.sequence), "gather ", tag.sequence,
+           " at place ", place, " was not launched here");
+  wait(*found->second, false);
+  wait_for_data(*found->second);
   pending_gathers_.erase(found);
 }
 
 void C10dCommunicator::release(std::uint32_t place) {
   const auto found = pending_gathers_.find(place);
-  if (found == pending_gathers_.end()) {
-    return;
-  }
-  for (auto& work : found->second.works) {  // gathered ahead of a use that did not come
-    wait(work, "an unused gather");
+  if (found == pending_gathers_.end()) return;
+  // Gathered ahead of a use that did not come. A difference is found here, too, before this rank goes on.
+  if (failed_.empty()) {
+    wait(*found->second, false);
+    wait_for_data(*found->second);
   }
   pending_gathers_.erase(found);
 }
 
-at::Tensor C10dCommunicator::take_buffer(std::int64_t bytes) {
-  const auto found = free_buffers_.find(bytes);
-  if (found == free_buffers_.end()) {
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
-  }
-  auto buffer = std::move(found->second);
-  free_buffers_.erase(found);
-  return buffer;
-}
+// ---- reduce ---------------------------------------------------------------------------------------------------------
 
 C10dCommunicator::Reduction& C10dCommunicator::reduction(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction_of_.at(bucket);
@@ -137,95 +351,79 @@ C10dCommunicator::Reduction& C10dCommunicator::reduction(std::uint32_t bucket, s
   return r;
 }
 
-void C10dCommunicator::start(const runtime::Contribution& c) {
+void C10dCommunicator::start(const runtime::Contribution& c, bool is_void) {
   auto& r = reduction_of_.at(c.bucket);
+  const auto what = is_void ? Header::What::kVoidReduction : Header::What::kReduction;
+  const Header header{what, c.bucket, static_cast<std::int64_t>(c.round)};
+  r.launched = true;
+  if (is_void) {
+    r.job = reduction_queue_->add(header, c.reported, nullptr);
+    return;
+  }
   r.shard_bytes = c.shard_numel * size_of(c.wire);
+  r.received = std::make_shared<at::Tensor>();
   const std::size_t bytes = r.shard_bytes * static_cast<std::size_t>(size_);
   at::Tensor mine;
-  if (c.offset == runtime::kNoGradient) {
-    mine = take_buffer(static_cast<std::int64_t>(bytes));
-    mine.zero_();
-  } else {
-    mine = bytes_at(reduce_memory() + c.offset, bytes);
-  }
-  r.received = take_buffer(static_cast<std::int64_t>(bytes));
-  std::vector<std::int64_t> even;
-  r.works.push_back(reductions_->all_to_all_single(r.received, mine, even, even));
-  const auto params = static_cast<std::int64_t>(layout_.bucket_params[c.bucket]);
-  r.reported = at::zeros({params}, at::TensorOptions().dtype(at::kByte));
-  for (std::int64_t i = 0; i < params; ++i) {
-    const auto word = c.reported[static_cast<std::size_t>(i / 64)];
-    r.reported.mutable_data_ptr<std::uint8_t>()[i] = static_cast<std::uint8_t>(word >> (i % 64) & 1U);
-  }
-  std::vector<at::Tensor> masks{r.reported};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  r.works.push_back(reductions_->allreduce(masks, options));
-  r.launched = true;
+  if (c.offset != runtime::kNoGradient) mine = reduce_memory_.part(c.offset, bytes);
+  const auto launch = [group = reductions_, pool = received_buffers_, received = r.received, mine, bytes,
+                       words = c.reported.size()](const Job& job) {
+    if (!any(job.extra_of_any(words))) return std::vector<Work>{};  // no rank has a gradient
+    *received = pool->take(bytes);
+    auto sent = mine.defined() ? mine : at::zeros_like(*received);
+    std::vector<std::int64_t> even;
+    return std::vector<Work>{group->all_to_all_single(*received, sent, even, even)};
+  };
+  r.job = reduction_queue_->add(header, c.reported, in_lane(launch));
 }
 
 void C10dCommunicator::launch_reduce(const runtime::Contribution& contribution) {
+  check_not_failed();
   auto& r = reduction_of_.at(contribution.bucket);
   r = Reduction{};
   r.round = contribution.round;
-  if (contribution.offset == runtime::kNoGradient || !held_back_.empty()) {
-    held_back_.push_back(contribution);
-  } else {
-    start(contribution);
-  }
+  start(contribution, false);
 }
 
+// Gathers and reductions are two queues. Ranks that have come apart, one in a gather and one in a reduction, find that
+// out here, where both meet.
 void C10dCommunicator::close_round(std::uint64_t round) {
-  auto present = at::zeros({static_cast<std::int64_t>(reduction_of_.size())}, at::TensorOptions().dtype(at::kByte));
-  auto* flags = present.mutable_data_ptr<std::uint8_t>();
-  for (std::size_t b = 0; b < reduction_of_.size(); ++b) {
-    flags[b] = reduction_of_[b].round == round && reduction_of_[b].launched ? 1 : 0;
-  }
-  for (const auto& c : held_back_) {
-    flags[c.bucket] = c.offset == runtime::kNoGradient ? 0 : 1;
-  }
-  std::vector<at::Tensor> tensors{present};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  auto work = gathers_->allreduce(tensors, options);
-  wait(work, str("the end of backward ", round));
-  for (const auto& c : held_back_) {
-    if (flags[c.bucket] != 0) {
-      start(c);
-    } else {
-      reduction_of_[c.bucket].launched = true;  // no rank has a gradient
-    }
-  }
-  held_back_.clear();
+  check_not_failed();
+  const Header header{Header::What::kRoundEnd, 0, static_cast<std::int64_t>(round)};
+  wait(*gather_queue_->add(header, {}, nullptr), false);
+  ended_round_ = round;
 }
 
-void C10dCommunicator::abort_round(std::uint64_t round) {
-  held_back_.clear();
-  for (auto& r : reduction_of_) {
-    if (r.round == round) {
-      r = Reduction{};  // what is under way keeps its buffers
-    }
+void C10dCommunicator::abort_round(std::uint64_t round, std::span<const runtime::Contribution> not_launched) {
+  // Ranks that give up at the same place may have launched different numbers of reductions, as the order is fixed and a
+  // bucket may be complete on one rank only. Void ones make them equal, so that the next backward pass is in step; and
+  // a rank that goes on reads in them that this one did not.
+  if (failed_.empty()) {
+    for (const auto& c : not_launched) start(c, true);
   }
+  for (auto& r : reduction_of_) {
+    if (r.round == round) r = Reduction{};  // what is under way keeps its buffers
+  }
+  ended_round_ = round;
+  board_.post({NoteKind::kAborted, round, gather_queue_->added(), reduction_queue_->added(), ""});
 }
 
 bool C10dCommunicator::reduce_is_ready(std::uint32_t bucket, std::uint64_t round) {
   const auto& r = reduction(bucket, round);
-  return r.launched && std::all_of(r.works.begin(), r.works.end(), [](const Work& w) { return w->isCompleted(); });
+  // One that a peer has given up is never ready: this rank may be about to do the same. Else, its wait says so.
+  return r.launched && has_arrived(*r.job) && (r.job->agreed() || r.job->error());
 }
 
 void C10dCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction(bucket, round);
   TT_CHECK(r.launched, "bucket ", bucket, " is waited for before its launch");
-  for (auto& work : r.works) {
-    wait(work, str("the reduction of bucket ", bucket, " in backward ", round));
-  }
+  wait(*r.job, true);
 }
 
 bool C10dCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) {
   // Peers' launches cannot be seen, so waiting longer than they usually take could be a deadlock.
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+  const auto deadline = Clock::now() + std::chrono::milliseconds(200);
   while (!reduce_is_ready(bucket, round)) {
-    if (std::chrono::steady_clock::now() > deadline) {
+    if (Clock::now() > deadline) {
       return false;
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -236,21 +434,15 @@ bool C10dCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uin
 std::vector<std::uint64_t> C10dCommunicator::reported_anywhere(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction(bucket, round);
   wait_reduce_ready(bucket, round);  // completed; raises what went wrong
-  std::vector<std::uint64_t> bits((layout_.bucket_params[bucket] + 63) / 64, 0);
-  if (r.received.defined()) {
-    const auto* flags = r.reported.const_data_ptr<std::uint8_t>();
-    for (std::size_t i = 0; i < layout_.bucket_params[bucket]; ++i) {
-      bits[i / 64] |= std::uint64_t{flags[i]} << (i % 64);
-    }
-  }
-  return bits;
+  return r.job->extra_of_any((layout_.bucket_params[bucket] + 63) / 64);
 }
 
 std::vector<const std::byte*> C10dCommunicator::my_segment_everywhere(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction(bucket, round);
+  wait_for_data(*r.job);
   std::vector<const std::byte*> segments;
   for (int peer = 0; peer < size_; ++peer) {
-    segments.push_back(static_cast<const std::byte*>(r.received.const_data_ptr()) +
+    segments.push_back(static_cast<const std::byte*>(r.received->const_data_ptr()) +
                        static_cast<std::size_t>(peer) * r.shard_bytes);
   }
   return segments;
@@ -258,8 +450,8 @@ std::vector<const std::byte*> C10dCommunicator::my_segment_everywhere(std::uint3
 
 void C10dCommunicator::finish_reduce(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction(bucket, round);
-  if (r.received.defined()) {
-    free_buffers_.emplace(r.received.numel(), std::move(r.received));
+  if (r.received != nullptr && r.received->defined()) {
+    received_buffers_->give_back(std::move(*r.received));
     r.received.reset();
   }
 }

@@ -7,11 +7,15 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <typeinfo>
+#include <unordered_set>
 #include <utility>
 
 namespace tt::torch_compat {
@@ -43,8 +47,39 @@ inline void run_post_accumulate_hooks(const at::Tensor& leaf) {
   }
 }
 
+inline bool has_hooks(const at::Tensor& leaf) { return !torch::autograd::impl::hooks(leaf).empty(); }
+
+// The gradient that the leaf's register_hook functions make of `gradient`.
+inline at::Tensor run_hooks(const at::Tensor& leaf, const at::Tensor& gradient) {
+  torch::autograd::variable_list gradients{gradient};
+  for (const auto& hook : torch::autograd::impl::hooks(leaf)) {
+    gradients = (*hook)(gradients);
+  }
+  return gradients.at(0);
+}
+
+// Gives the tensor a count of in-place changes of its own, starting from 0.
+inline void reset_version(const at::Tensor& tensor) {
+  torch::autograd::impl::set_version_counter(tensor, c10::VariableVersion(/*version=*/0));
+}
+
 inline void add_pre_hook(torch::autograd::Node& node, std::unique_ptr<torch::autograd::FunctionPreHook> hook) {
   node.add_pre_hook(std::move(hook));
+}
+
+// Nodes of the backward pass in progress, or null if that is not known.
+inline const std::unordered_set<torch::autograd::Node*>* nodes_of_backward() {
+  return torch::autograd::get_current_graph_task_nodes_in_graph();
+}
+
+// Number of the backward pass in progress.
+inline int backward_id() { return torch::autograd::get_current_graph_task_id(); }
+
+// Whether the node is a re-entrant checkpoint, which runs another backward pass inside of the one in progress.
+inline bool is_reentrant_checkpoint(const torch::autograd::Node& node) {
+  // By the class's name: torch does not export PyNode, the class behind Python's autograd functions.
+  return std::string_view(typeid(node).name()).find("PyNode") != std::string_view::npos &&
+         node.name().find("Checkpoint") != std::string::npos;
 }
 
 // Runs `callback` when the backward pass in progress is through.

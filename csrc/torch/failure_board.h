@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
@@ -18,21 +17,15 @@ class FailureBoard {
 
   // The first reason stays.
   void post_failure(const std::string& why) noexcept;
-  // This rank sends nothing after its operation `last`: in `round`, or (0) ever.
-  void post_stop(std::uint64_t last, std::uint64_t round) noexcept;
+  // This rank sends nothing after its operation `last`.
+  void post_stop(std::uint64_t last) noexcept;
 
   // Why nothing will complete any more, as far as the board tells; empty: it may.
   std::string failure();
-  // Why `operation` of `round` will never complete: a partner has stopped before it.
-  std::string stop(std::uint64_t operation, std::uint64_t round);
-  // Whether all partners have given `round` up after the same operation `last` as this rank: nothing as long as some
-  // have not given it up, else the difference, empty if there is none.
-  std::optional<std::string> compare_stops(std::uint64_t last, std::uint64_t round);
+  // Why `operation` will never complete: a partner has stopped before it; empty: it may.
+  std::string stop(std::uint64_t operation);
 
  private:
-  // The last operation that `name` sends in `round`, if it has given that up (0: has left).
-  std::optional<std::uint64_t> last_of(const std::string& name, std::uint64_t round);
-
   c10::intrusive_ptr<c10d::Store> store_;
   std::string mine_;
   std::vector<std::string> partners_;

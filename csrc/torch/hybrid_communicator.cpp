@@ -17,8 +17,6 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// Instead of a round: whether a partner has left for good.
-constexpr std::uint64_t kEver = 0;
 // Numbers that every sum dtype holds exactly.
 constexpr std::uint64_t kRoundModulus = 1 << 16;
 
@@ -81,7 +79,7 @@ class HybridCommunicator::Patience {
     const bool travels = first != owner_.travels_.end();
     std::string why = owner_.board_.failure();
     if (why.empty() && to_the_end_) {
-      why = travels ? owner_.board_.stop(first->number, first->round) : owner_.board_.stop(owner_.sent_ + 1, kEver);
+      why = owner_.board_.stop(travels ? first->number : owner_.sent_ + 1);
     }
     if (why.empty() || (travels && first->work->isCompleted())) {
       return;
@@ -115,7 +113,7 @@ HybridCommunicator::HybridCommunicator(std::shared_ptr<runtime::Communicator> in
 
 HybridCommunicator::~HybridCommunicator() {
   if (::getpid() == owner_pid_) {
-    board_.post_stop(sent_, kEver);
+    board_.post_stop(sent_);
   }
 }
 
@@ -222,33 +220,12 @@ void HybridCommunicator::leave_staging(std::uint32_t bucket) {
   in_staging_.erase(std::remove(in_staging_.begin(), in_staging_.end(), bucket), in_staging_.end());
 }
 
-std::size_t HybridCommunicator::numel_of(std::uint32_t bucket) const {
-  return runtime::staged_numel(reductions_[bucket].shard_numel, layout_.bucket_params[bucket], replicas());
-}
-
-// After a round that was given up, partners that have sent another number of sums must not meet.
-bool HybridCommunicator::may_send() {
-  if (given_up_round_ == 0) {
-    return true;
-  }
-  const auto now = std::chrono::steady_clock::now();
-  if (now < next_comparison_) {
-    return false;
-  }
-  next_comparison_ = now + milliseconds(1);  // asks a server
-  const auto difference = board_.compare_stops(sent_, given_up_round_);
-  if (!difference) {
-    return false;
-  }
-  if (!difference->empty()) {
-    give_up(str("replicas have come apart: ", *difference));
-  }
-  given_up_round_ = 0;
-  return true;
+std::int64_t HybridCommunicator::numel_of(std::uint32_t bucket, std::size_t shard_numel) const {
+  return static_cast<std::int64_t>(runtime::staged_numel(shard_numel, layout_.bucket_params[bucket], replicas()));
 }
 
 void HybridCommunicator::advance() {
-  while (!to_stage_.empty() && may_send()) {
+  while (!to_stage_.empty()) {
     const std::uint32_t bucket = to_stage_.front();
     if (!inner_->reduce_is_ready(bucket, reductions_[bucket].round) || !staging_is_free(bucket)) {
       break;
@@ -279,7 +256,7 @@ void HybridCommunicator::stage(std::uint32_t bucket) {
     device_->zero(where, r.shard_numel * size_of(sum));
   }
   inner_->finish_reduce(bucket, r.round);
-  const auto numel = static_cast<std::int64_t>(numel_of(bucket));
+  const std::int64_t numel = numel_of(bucket, r.shard_numel);
   TT_CHECK(static_cast<std::size_t>(numel) * size_of(sum) <= staging.bytes, "bucket ", bucket, " has no room");
   in_staging_.push_back(bucket);
   // A view, which keeps the memory alive as long as the all-reduce runs, also when this communicator is gone.
@@ -357,16 +334,19 @@ bool HybridCommunicator::all_sent(const Travel& travel) {
   return all;
 }
 
-void HybridCommunicator::abort_round(std::uint64_t round) {
-  inner_->abort_round(round);
+void HybridCommunicator::send_void(std::uint32_t bucket, std::uint64_t round, std::size_t shard_numel, DType wire) {
+  const auto options = at::TensorOptions().dtype(to_torch(runtime::sum_dtype(wire)));
+  send(bucket, round, at::zeros({numel_of(bucket, shard_numel)}, options), false);
+}
+
+void HybridCommunicator::abort_round(std::uint64_t round, std::span<const runtime::Contribution> not_launched) {
+  inner_->abort_round(round, not_launched);
   for (auto& travel : travels_) {
     travel.wanted = false;
   }
-  // Replicas that give up at the same place have launched the same buckets, but may differ in how many they have sent.
-  std::vector<std::pair<std::uint32_t, at::Tensor>> unsent;
+  std::vector<std::pair<std::uint32_t, Reduction>> unsent;
   for (const std::uint32_t bucket : to_stage_) {
-    const auto options = at::TensorOptions().dtype(to_torch(runtime::sum_dtype(reductions_[bucket].wire)));
-    unsent.emplace_back(bucket, at::zeros({static_cast<std::int64_t>(numel_of(bucket))}, options));
+    unsent.emplace_back(bucket, reductions_[bucket]);
   }
   to_stage_.clear();
   for (std::uint32_t bucket = 0; bucket < reductions_.size(); ++bucket) {
@@ -380,11 +360,14 @@ void HybridCommunicator::abort_round(std::uint64_t round) {
     return;
   }
   try {
-    for (auto& [bucket, zeros] : unsent) {
-      send(bucket, round, std::move(zeros), false);
+    // Replicas that give up at the same place may have sent different numbers of sums, and one that goes on reads in
+    // these that this one did not.
+    for (const auto& [bucket, r] : unsent) {
+      send_void(bucket, round, r.shard_numel, r.wire);
     }
-    board_.post_stop(sent_, round);
-    given_up_round_ = round;
+    for (const auto& c : not_launched) {
+      send_void(c.bucket, round, c.shard_numel, c.wire);
+    }
   } catch (const PeerError&) {
     // failure_ has it: whatever comes next says so.
   }

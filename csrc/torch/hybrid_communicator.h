@@ -4,14 +4,14 @@
 // its segment over the ranks of its replica (in the sum dtype, not divided, not rounded) and gives their memory back;
 // the sum then travels through an all-reduce with the ranks that hold the same shard in the other replicas.
 //
-// These all-reduces are matched by their order alone. Therefore every bucket that is launched has exactly one, in the
-// order of the launches; a replica without a gradient sends zeros. Each carries what it is about (flags of the
-// parameters that reported, bucket and round of every replica), and a difference is an error.
+// These all-reduces are matched by their order alone. Therefore every reduced bucket has exactly one in each round, in
+// the fixed order; a replica without a gradient sends zeros, one that gives the round up sends void ones for the rest.
+// Each carries what it is about (flags of the parameters that reported, bucket and round of every replica), and a
+// difference is an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -44,8 +44,9 @@ class HybridCommunicator final : public runtime::Communicator {
   const char* name() const override { return name_.c_str(); }
 
   void allocate(const runtime::MemoryLayout& layout) override;
-  std::byte* gather_memory() override { return inner_->gather_memory(); }
-  std::byte* reduce_memory() override { return inner_->reduce_memory(); }
+  std::byte* gather_memory(std::size_t offset) override { return inner_->gather_memory(offset); }
+  std::byte* reduce_memory(std::size_t offset) override { return inner_->reduce_memory(offset); }
+  std::size_t buffer_bytes() const override { return inner_->buffer_bytes(); }
 
   bool place_is_free(std::uint32_t place) override;
   void wait_place_free(std::uint32_t place) override;
@@ -56,7 +57,7 @@ class HybridCommunicator final : public runtime::Communicator {
   bool needs_fixed_order() const override { return true; }
   void launch_reduce(const runtime::Contribution& contribution) override;
   void close_round(std::uint64_t round) override;
-  void abort_round(std::uint64_t round) override;
+  void abort_round(std::uint64_t round, std::span<const runtime::Contribution> not_launched) override;
   bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) override;
   void wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) override;
   bool wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uint64_t round) override;
@@ -106,16 +107,17 @@ class HybridCommunicator final : public runtime::Communicator {
   void stage(std::uint32_t bucket);
   // `staged`: `data` lies in staging memory and is waited for.
   void send(std::uint32_t bucket, std::uint64_t round, at::Tensor data, bool staged);
+  // Void: says that this replica gives the round up.
+  void send_void(std::uint32_t bucket, std::uint64_t round, std::size_t shard_numel, DType wire);
   void arrive(Travel& travel);
   // Whether all replicas have sent what `travel` is about; throws if one has sent anything else, except that it gives
   // the round up.
   bool all_sent(const Travel& travel);
   // Throws if another replica has given up the round that this rank has run to its end.
   void check_not_void(std::uint64_t round);
-  bool may_send();
   bool staging_is_free(std::uint32_t bucket) const;
   void leave_staging(std::uint32_t bucket);
-  std::size_t numel_of(std::uint32_t bucket) const;
+  std::int64_t numel_of(std::uint32_t bucket, std::size_t shard_numel) const;
   Reduction& reduction(std::uint32_t bucket, std::uint64_t round);
   bool has_arrived(std::uint32_t bucket, std::uint64_t round);
   // What a failure of the peers inside or between replicas means for everybody else.
@@ -143,8 +145,6 @@ class HybridCommunicator final : public runtime::Communicator {
   std::vector<std::uint32_t> in_staging_;  // buckets whose bytes there are in use
   std::uint64_t sent_ = 0;
   std::uint64_t arrived_ = 0;
-  std::uint64_t given_up_round_ = 0;  // until all partners are known to have given it up alike
-  std::chrono::steady_clock::time_point next_comparison_{};
   std::string failure_;
   std::function<void()> progress_;
 };

@@ -164,18 +164,9 @@ class ShardPlan:
 
 # ---- host.cpp: the host device, communicators ------------------------------------------------------------------------
 
-class Device: ...
+class Device:
+    """Casts and sums in a device's memory; pointers are addresses, counts are elements."""
 
-class HostDevice(Device):
-    """Casts and sums in host memory; pointers are addresses, counts are elements."""
-
-    def __init__(self, isa: str = ...) -> None:
-        """With the best kernels of this processor, or those of ``isa``; ValueError if it does not have them."""
-    @property
-    def isa(self) -> str: ...
-    @staticmethod
-    def available_isas() -> list[str]:
-        """From the plainest to the best."""
     def cast(self, dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> None:
         """``dst[i] = src[i]``, rounded to nearest even."""
     def add(self, dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> None:
@@ -196,6 +187,17 @@ class HostDevice(Device):
     def sum_squares(self, src: int, dtype: DType, numel: int) -> float:
         """Formed in float64."""
     def zero(self, dst: int, bytes: int) -> None: ...
+
+class HostDevice(Device):
+    """Host memory, with kernels of our own."""
+
+    def __init__(self, isa: str = ...) -> None:
+        """With the best kernels of this processor, or those of ``isa``; ValueError if it does not have them."""
+    @property
+    def isa(self) -> str: ...
+    @staticmethod
+    def available_isas() -> list[str]:
+        """From the plainest to the best."""
 
 NO_GRADIENT: int
 """The ``offset`` of a contribution without any gradient."""
@@ -281,7 +283,16 @@ def shm_identity() -> str:
 class C10dCommunicator(Communicator):
     """Collectives through two torch process groups of the same ranks: gathers and reductions."""
 
-    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None: ...
+    def __init__(
+        self,
+        gathers: ProcessGroup,
+        reductions: ProcessGroup,
+        *,
+        device: torch.device,
+        timeout_seconds: float,
+        global_ranks: Sequence[int] = ...,
+    ) -> None:
+        """``device``: where parameters and gradients live."""
 
 class HybridCommunicator(Communicator):
     """Collectives of a sharded model with replicas.
@@ -354,13 +365,26 @@ class EngineCounters:
     def wait_seconds(self) -> float:
         """Time blocked on other ranks in gathers and reductions."""
 
+class TorchDevice(Device):
+    """Any device that torch knows, through torch's operators, streams and events."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
 class Engine:
     """The FSDP engine of one wrapped model. Building it is collective."""
 
     def __init__(
-        self, plan: ShardPlan, schedule: Schedule, communicator: Communicator, owner: ReferenceType[Any]
+        self,
+        plan: ShardPlan,
+        schedule: Schedule,
+        communicator: Communicator,
+        owner: ReferenceType[Any],
+        device: torch.device,
     ) -> None:
-        """``owner``: weak reference to an object with ``_expose(unit, gathered)`` and ``_log(message)``."""
+        """``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)``,
+        ``_wrap_gradient(param, tensor)`` and
+        ``_log(message)``.
+        """
     def master(self, bucket: int) -> torch.Tensor:
         """This rank's shard of the bucket: 1-D, ``shard_numel`` elements of the master dtype."""
     def gathered_view(self, param: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -370,13 +394,33 @@ class Engine:
     def end_forward(self, backward_follows: bool) -> None: ...
     def before_forward(self, unit: int) -> None: ...
     def after_forward(self, unit: int, backward_follows: bool, last_module: bool = True) -> None: ...
+    def refresh(self, unit: int) -> None:
+        """Takes over what was done to the sharded leaves of the unit (-1: of all) since the last forward:
+        ``requires_grad_()``, ``p.data = …``. Raises Error for what cannot be.
+        """
+    @staticmethod
+    def sequence_number() -> int:
+        """Of the next operation that autograd records in this thread."""
+    def before_recomputation(self, unit: int, began: int, ended: int) -> None:
+        """Only inside a backward pass. Gathers the unit, if it is not, for a call whose first and last + 1 sequence
+        numbers in forward are given; it is freed when backward has passed them.
+        """
     def hook_outputs(self, unit: int, outputs: Sequence[torch.Tensor]) -> None: ...
     def set_reduce(self, reduce: bool) -> None: ...
     def abort(self) -> None: ...
     def is_gathered(self, unit: int) -> bool: ...
     @property
+    def in_forward(self) -> bool:
+        """Of the root module."""
+    @property
     def in_backward(self) -> bool: ...
     @property
     def counters(self) -> EngineCounters: ...
+    @property
+    def accumulation_bytes(self) -> int:
+        """Gradients kept without reduction (``no_sync``); 0 until the first one."""
+    @property
+    def buffer_bytes(self) -> int:
+        """What the communicator holds for messages beyond the arena: c10d's receive buffers; shared memory: 0."""
     @property
     def communicator_name(self) -> str: ...

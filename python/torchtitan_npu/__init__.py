@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan_npu.fsdp import (
         FSDP,
+        GradScaler,
         MixedPrecisionPolicy,
         PeerError,
         StateDictType,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "FSDP",
+    "GradScaler",
     "MixedPrecisionPolicy",
     "PeerError",
     "StateDictType",
@@ -34,6 +36,7 @@ _PUBLIC = {
 
 __all__ = [
     "FSDP",
+    "GradScaler",
     "MixedPrecisionPolicy",
     "PeerError",
     "StateDictType",

@@ -1,4 +1,4 @@
-"""The command line: ``torchtitan-npu {train,plan,prepare}`` and ``train.py``.
+"""The command line: ``torchtitan-npu {train,plan,tune,prepare}`` and ``train.py``.
 
 Wrong arguments and wrong configurations end with exit status 2 and one message; heavy imports wait until both are
 right.
@@ -42,6 +42,7 @@ _COMMANDS = """\
 commands:
   train    train a model from one YAML file
   plan     check a YAML file and print what training would need (the same as train --dry_run)
+  tune     measure which bucket_cap_mb suits a YAML file on these ranks
   prepare  turn text into token files
 
 'torchtitan-npu <command> --help' explains each.
@@ -51,15 +52,15 @@ commands:
 def main(argv: Sequence[str] | None = None) -> int:
     """``torchtitan-npu <command> …``. Returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(
+    parser = Parser(
         prog="torchtitan-npu",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_COMMANDS,
         allow_abbrev=False,
     )
-    parser.add_argument("command", choices=("train", "plan", "prepare"), help="what to do, see below")
+    parser.add_argument("command", choices=("train", "plan", "tune", "prepare"), help="what to do, see below")
     if not arguments:
-        _say(parser.format_help())
+        say(parser.format_help())
         return EXIT_USAGE
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
@@ -67,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtitan_npu.data.prepare import main as prepare_main
 
         return prepare_main(rest)
+    if command == "tune":
+        from torchtitan_npu.cli_tune import tune_main
+
+        return tune_main(rest)
     if command == "plan":
         return train_main(["--dry_run", *rest], prog="torchtitan-npu plan")
     return train_main(rest, prog="torchtitan-npu train")
@@ -77,12 +82,12 @@ def train_main(argv: Sequence[str] | None = None, prog: str = "train.py") -> int
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _train_parser(prog)
     if not arguments or arguments == ["--dry_run"]:
-        _say(parser.format_usage() + "\n" + _EXAMPLE.format(prog=prog))
+        say(parser.format_usage() + "\n" + _EXAMPLE.format(prog=prog))
         return EXIT_USAGE
     overrides, others = split_overrides(arguments)
     args, unknown = parser.parse_known_args(others)
     if unknown:
-        parser.error(_unrecognized(unknown, parser))
+        parser.error(unrecognized(unknown, parser))
     if args.world_size is not None and not args.dry_run:
         parser.error(
             "--world_size goes with --dry_run; torchrun's --nproc_per_node and --nnodes set the number of ranks"
@@ -97,11 +102,11 @@ def train_main(argv: Sequence[str] | None = None, prog: str = "train.py") -> int
             return _dry_run(config, args.world_size, args.data_dir)
         return _train(config, RunArgs(data_dir=args.data_dir, checkpoint_dir=args.checkpoint_dir, log_dir=args.log_dir))
     except ConfigError as error:
-        _say(f"{error}\n")
+        say(f"{error}\n")
         return EXIT_USAGE
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports wrong usage once a machine, not once a rank."""
 
     def error(self, message: str) -> NoReturn:
@@ -110,8 +115,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE)
 
 
-def _train_parser(prog: str) -> _Parser:
-    parser = _Parser(
+def _train_parser(prog: str) -> Parser:
+    parser = Parser(
         prog=prog,
         usage="%(prog)s --config FILE --data_dir PATH [--checkpoint_dir DIR] [--log_dir DIR]\n"
         f"{' ' * len(f'usage: {prog}')} [--dry_run [--world_size N]] [--section.key VALUE ...]",
@@ -132,20 +137,21 @@ def _train_parser(prog: str) -> _Parser:
     )
     parser.add_argument(
         "--world_size",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="ranks to plan for (default: WORLD_SIZE, or else the product of the YAML's degrees)",
     )
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """argparse type: a whole number from 1."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
 
 
-def _unrecognized(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+def unrecognized(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """The message for arguments nobody knows, with the nearest flag or YAML key for the first."""
     message = f"unrecognized arguments: {' '.join(unknown)}"
     name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
@@ -159,7 +165,7 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
     if world_size is None:
         text = os.environ.get("WORLD_SIZE", "")
         try:
-            world_size = _positive(text) if text else configured_world_size(config)
+            world_size = positive(text) if text else configured_world_size(config)
         except argparse.ArgumentTypeError as error:
             raise ConfigError("environment", [Problem("WORLD_SIZE", str(error))]) from error
     validate_world(config, world_size)
@@ -170,7 +176,7 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
         try:
             expand_paths(data_dir, (".jsonl",), "--data_dir")
         except DataError as error:
-            _say(f"{error}\n")
+            say(f"{error}\n")
             return EXIT_USAGE
     if not _reports():
         return 0
@@ -178,7 +184,7 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
     from torchtitan_npu.planning.report import dry_run
 
     setup_logging(rank=0, world_size=1)
-    _log_notes(config)
+    log_notes(config)
     sys.stdout.write(f"{dry_run(config, world_size).rstrip()}\n")
     return 0
 
@@ -195,13 +201,13 @@ def _train(config: Config, run_args: RunArgs) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     if env.rank == 0:
-        _log_notes(config)
+        log_notes(config)
     from torchtitan_npu.train import run
 
     return run(config, run_args)
 
 
-def _log_notes(config: Config) -> None:
+def log_notes(config: Config) -> None:
     """What the user should know about the configuration before anything starts."""
     for key, (preset_value, value) in config.preset_overrides.items():
         logger.info("%s: %s replaces %s's %s", key, show(value), config.model.name, show(preset_value))
@@ -214,7 +220,8 @@ def _reports() -> bool:
     return os.environ.get("LOCAL_RANK", "0") in ("0", "")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """To stderr, once a machine."""
     if _reports():
         sys.stderr.write(text)
 

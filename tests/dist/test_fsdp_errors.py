@@ -77,7 +77,8 @@ def test_bad_options() -> None:
         ({"bucket_cap_mb": -1.0}, "bucket_cap_mb must be positive or None"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecisionPolicy or None, got dtype"),
         ({"communicator": "nccl"}, "communicator must be one of auto, shared_memory, c10d, got 'nccl'"),
-        ({"activation_checkpointing": True}, "not supported yet: activation_checkpointing"),
+        ({"prefetch": -1}, r"prefetch must be a whole number of units, 0 \(gather at use\) or more, got -1"),
+        ({"prefetch": True}, "prefetch must be .* got True"),
         ({"auto_wrap_policy": lambda m: isinstance(m, nn.ModuleList)}, "chose 'layers', a container without a forward"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -100,6 +101,9 @@ def test_different_models_on_ranks() -> None:
         ValueError, match=rf"rank 0 and rank {last} wrap different models or use different FSDP options"
     ):
         FSDP(SmallModel(layers=2 if dist.get_rank() == last else 3))
+    for option, mine, others in (("prefetch", 2, 1), ("reshard_after_forward", False, True)):
+        with pytest.raises(ValueError, match=rf"rank 0 and rank {last} wrap .* \(.*{option}"):
+            FSDP(SmallModel(), **{option: mine if dist.get_rank() == last else others})
     Twin(SmallModel).train(1)
 
 
@@ -147,9 +151,8 @@ def test_what_an_fsdp_model_does_not_do() -> None:
     import pickle
 
     model = FSDP(SmallModel())
-    for act in (lambda: model.half(), lambda: model.to("meta"), lambda: copy.deepcopy(model)):
-        with pytest.raises(RuntimeError, match="not supported yet"):
-            act()
+    with pytest.raises(RuntimeError, match=r"this Block is a copy of a part of an FSDP model.*copy.deepcopy\(model\)"):
+        copy.deepcopy(model.layers[1])(floats_for(0, 0))
     with pytest.raises(RuntimeError, match="cannot be pickled: save model.state_dict"):
         pickle.dumps(model)
 

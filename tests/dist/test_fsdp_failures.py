@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kills import kill_one
 from pool import RankGroup
 from twin import SmallModel, Twin, next_token_loss, tokens_for
 
@@ -56,12 +59,21 @@ def test_a_killed_rank(world_size: int, communicator: str, where: str) -> None:
         for rank in {0, 2} & set(range(world_size)):
             assert not outcomes[rank].error, outcomes[rank].error + group.output(rank)
             message, seconds = outcomes[rank].value
-            assert seconds < 15, "the deadline of a wait is 1,836 s"
-            assert "rank 1" in message if communicator == "auto" else "a peer died" in message
+            assert seconds < 5, "the deadline of a wait is 1,836 s"
+            # The ranks hear of it from the system, or from each other.
+            assert re.search(r"rank 1( \(pid \d+\))? died while rank \d waited for it in", message)
     finally:
         group.close()
     assert not any(process.is_alive() for process in group.processes)
     assert shared_memory_files() <= files
+
+
+@pytest.mark.parametrize("communicator", ["auto", "c10d"])
+def test_kills_at_random_moments(communicator: str) -> None:
+    """Two of them; ``tests/dist/kills.py`` does more. What is checked is in ``kill_one``."""
+    choice = random.Random(communicator)
+    for _ in range(2):
+        kill_one(choice, communicator=communicator)
 
 
 def leave_early() -> str:
@@ -138,6 +150,6 @@ def test_one_rank_gives_up_a_backward() -> None:
     try:
         outcomes = group.call(stumble_alone, timeout=30)
         assert not any(outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
-        assert all("ranks have come apart" in outcome.value for outcome in outcomes), [o.value for o in outcomes]
+        assert all("gave up backward pass 1" in outcome.value for outcome in outcomes), [o.value for o in outcomes]
     finally:
         group.close()

@@ -9,6 +9,7 @@ from pool import on_ranks
 from twin import VOCAB, SmallModel, Twin, next_token_loss, tokens_for
 
 from torchtitan_npu.fsdp import FSDP, MixedPrecisionPolicy, plan_model
+from torchtitan_npu.planning.traffic import planned_traffic
 
 WIDE = 68  # DIM's blocks are so small that padding would be most of them
 BLOCK = 2 * WIDE + 3 * WIDE * WIDE + 3 * WIDE + 3 * WIDE * WIDE
@@ -123,6 +124,29 @@ def test_plan_is_that_of_the_dry_run() -> None:
     masters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert masters <= planned.parameter_bytes
     next_token_loss(model, tokens_for(0, 0)).backward()
+
+
+@pytest.mark.parametrize("communicator", ["auto", "c10d"])
+@on_ranks(1, 2, 3)
+def test_memory_beyond_the_arena_is_counted(communicator: str) -> None:
+    """no_sync keeps one fp32 copy of the gradients, as planned, also of bf16 ones; c10d receives into own buffers."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FSDP(wide_model(), mixed_precision=policy, communicator=communicator)
+    engine, plan = model._fsdp_state.engine, model._fsdp_state.plan
+    rank = dist.get_rank()
+    next_token_loss(model, tokens_for(0, rank)).backward()
+    assert engine.accumulation_bytes == 0
+    received = engine.buffer_bytes
+    assert (received > 0) == (engine.communicator_name == "c10d")
+    for step in (1, 2):
+        with model.no_sync():
+            next_token_loss(model, tokens_for(step, rank)).backward()
+        assert engine.accumulation_bytes == plan.accumulation_bytes
+    assert 4 * NUMEL <= plan.accumulation_bytes <= 4 * (NUMEL + 8 * PADDING)
+    next_token_loss(model, tokens_for(3, rank)).backward()
+    assert engine.accumulation_bytes == plan.accumulation_bytes
+    # Buffers are used again: never more than one per bucket, whatever is on its way at once.
+    assert received <= engine.buffer_bytes <= planned_traffic(plan).reduced_bytes
 
 
 @on_ranks(2)

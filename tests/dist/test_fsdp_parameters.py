@@ -289,6 +289,132 @@ def test_parameters_that_some_ranks_use(communicator: str, cap: float | None) ->
     assert {p.name for p in twin.state.params if p.sharded.grad is None} == {f"layers.{i}.experts.2" for i in range(2)}
 
 
+class Experts(nn.Module):
+    """Two paths; which of them run depends on the input."""
+
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.first = nn.Linear(dim, dim)
+        self.second = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, first: bool, second: bool) -> torch.Tensor:
+        x = self.norm(x)
+        return x + (self.first(x) if first else 0) + (self.second(x) if second else 0)
+
+
+class Routed(nn.Module):
+    """Many more blocks than places in the arena."""
+
+    def __init__(self, dim: int = 6, blocks: int = 9) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts(dim) for _ in range(blocks))
+
+    def forward(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+        x, route = batch
+        for i, layer in enumerate(self.layers):
+            x = layer(x, (route + i) % 3 != 0, (route + i) % 4 == 0)
+        return x
+
+
+@pytest.mark.parametrize("cap", [None, 0.0002])
+@COMMUNICATORS
+@on_ranks(2, 3)
+def test_experts_that_some_ranks_use_in_a_deep_model(communicator: str, cap: float | None) -> None:
+    # A unit some of whose parameters get no gradient on this rank must be let go as early as on the others.
+    def batch(step: int, rank: int) -> tuple[torch.Tensor, int]:
+        return floats_for(step, rank, 4, 6), step + rank
+
+    twin = Twin(Routed, squared_loss, batch, communicator=communicator, bucket_cap_mb=cap)
+    twin.train(4, torch.optim.SGD)
+    assert twin.counters.overflow_places == 0
+
+
+class FrozenAround(nn.Module):
+    """A unit with a trainable unit in the middle, and frozen weights before and after it."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.before = nn.Linear(dim, dim).requires_grad_(False)
+        self.inner = nn.Linear(dim, dim)
+        self.after = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(self.before(x)).tanh())
+
+
+class FrozenAroundUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(FrozenAround() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@COMMUNICATORS
+@on_ranks(1, 2)
+def test_frozen_weights_around_a_trainable_unit(communicator: str) -> None:
+    def is_unit(module: nn.Module) -> bool:
+        return isinstance(module, FrozenAround) or getattr(module, "is_inner", False)
+
+    def make() -> nn.Module:
+        model = FrozenAroundUnits()
+        for layer in model.layers:
+            layer.inner.is_inner = True
+        return model
+
+    Twin(make, squared_loss, floats_for, auto_wrap_policy=is_unit, communicator=communicator).train(3)
+
+
+
+
+class Sometimes(nn.Module):
+    """Its last parameter is used by some ranks only: those have all gradients of the unit, the others never will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+        self.extra = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        x = torch.tanh(x @ self.weight)
+        return x + self.extra if use else x
+
+
+class SometimesModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sometimes() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, use)
+        return x
+
+
+@COMMUNICATORS
+@on_ranks(2, 3)
+def test_units_whose_gradients_are_complete_on_some_ranks_only(communicator: str) -> None:
+    """When a unit is freed in backward does not depend on which gradients have come: ranks stay in step, and a unit
+    that lacks one does not stay gathered.
+    """
+
+    def batch(step: int, rank: int) -> tuple[torch.Tensor, bool]:
+        return floats_for(step, rank), (rank + step) % 2 == 0
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        return model(*batch).pow(2).mean()
+
+    twin = Twin(SometimesModel, loss, batch, communicator=communicator)
+    twin.train(3)
+    assert twin.counters.overflow_places == 0
+
+
 @on_ranks(2)
 def test_attributes_of_parameters_survive() -> None:
     class Tagged(SmallModel):

@@ -168,7 +168,7 @@ class Pair:
         plain = dict(self.plain.named_parameters())
         for param in self.params:
             for got, whole in ((param.sharded.detach(), plain[param.name]), (param.sharded.grad, plain[param.name].grad)):
-                assert type(got) in (torch.Tensor, nn.Parameter)
+                assert not isinstance(got, DTensor)
                 want = self.part(param, whole)
                 bound = relative * whole.abs().max().item()
                 difference = (got - want).abs().max().item() if got.numel() else 0.0

@@ -27,7 +27,7 @@ parallel: {dtype: fp32}
 """
 
 
-def _environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in launch}
     return environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -69,7 +69,7 @@ class Workspace:
             command = [sys.executable, *torchrun, "--master_port", str(free_port()), str(TRAIN_PY)]
         return subprocess.run(
             [*command, *self.arguments(*flags)],
-            env=_environment(),
+            env=clean_environment(),
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
@@ -81,7 +81,7 @@ class Workspace:
         port = str(free_port())
         processes = []
         for rank in range(ranks):
-            environment = _environment() | {
+            environment = clean_environment() | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),

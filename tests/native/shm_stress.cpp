@@ -4,59 +4,39 @@
 //   shm_stress [ranks=4] [steps=300]
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
-#include <memory>
-#include <mutex>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "base/stress.h"
 #include "host/host_device.h"
 #include "host/shm_communicator.h"
+#include "threads_as_ranks.h"
 
 namespace {
 
 using tt::DType;
 using tt::PeerError;
 using tt::host::HostDevice;
-using tt::host::SegmentLayout;
 using tt::host::ShmCommunicator;
 using tt::host::ShmOptions;
-using tt::host::ShmSegment;
 using tt::runtime::Contribution;
 using tt::runtime::kNoGradient;
 using tt::runtime::MemoryLayout;
 using tt::runtime::Segments;
 using tt::runtime::SumSpec;
 using tt::runtime::Tag;
+using tt::test::expect;
+using tt::test::in_threads;
+using tt::test::SharedSource;
 
 constexpr std::size_t kShard = 129;  // elements
 constexpr std::uint32_t kPlaces = 3;
 constexpr std::uint32_t kBuckets = 2;
-
-// One mapping for all threads, so that the thread sanitizer sees that their addresses are the same.
-class SharedSource {
- public:
-  ShmCommunicator::SegmentSource source() {
-    return [this](const SegmentLayout& layout) {
-      const std::lock_guard lock(mutex_);
-      if (!segment_) {
-        segment_ = std::make_shared<ShmSegment>(tt::host::create_memory_file(layout.total_bytes), layout.total_bytes);
-      }
-      return segment_;
-    };
-  }
-
- private:
-  std::mutex mutex_;
-  std::shared_ptr<ShmSegment> segment_;
-};
 
 MemoryLayout layout_for(int ranks) {
   MemoryLayout layout;
@@ -69,14 +49,9 @@ MemoryLayout layout_for(int ranks) {
   return layout;
 }
 
-void expect(bool condition, const std::string& what) {
-  if (!condition) throw std::runtime_error("wrong: " + what);
-}
-
 class Rank {
  public:
-  Rank(int rank, int ranks, SharedSource& source)
-      : comm_(ShmOptions{rank, ranks, "", 60, 60, {}}, source.source()), random_(static_cast<unsigned>(rank)) {
+  Rank(int rank, int ranks, SharedSource& source) : comm_(ShmOptions{rank, ranks, "", 60, 60, {}}, source.source()) {
     comm_.allocate(layout_for(ranks));
   }
 
@@ -98,11 +73,7 @@ class Rank {
   std::size_t place_offset(std::uint32_t place) const { return place * ranks() * kShard * sizeof(float); }
   static float value(std::uint64_t number, std::size_t rank) { return static_cast<float>(number * 8 + rank); }
 
-  void delay() {
-    if (random_() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 300));
-  }
-
-  float* gathered(std::uint32_t place) { return reinterpret_cast<float*>(comm_.gather_memory() + place_offset(place)); }
+  float* gathered(std::uint32_t place) { return reinterpret_cast<float*>(comm_.gather_memory(place_offset(place))); }
 
   void launch_gather(std::uint64_t sequence) {
     const std::uint32_t place = place_of(sequence);
@@ -116,7 +87,7 @@ class Rank {
   }
 
   void use_gather(std::uint64_t sequence) {
-    delay();
+    tt::stress_delay();
     const std::uint32_t place = place_of(sequence);
     comm_.wait_gather(place, tag_of(sequence));
     for (std::size_t i = 0; i < ranks() * kShard; ++i) {
@@ -134,11 +105,11 @@ class Rank {
       if (has_gradient(rank, bucket, round)) {
         contribution.offset = (round % 2 * kBuckets + bucket) * bucket_bytes;
         contribution.reported = {std::uint64_t{1} << rank};
-        auto* gradients = reinterpret_cast<float*>(comm_.reduce_memory() + contribution.offset);
+        auto* gradients = reinterpret_cast<float*>(comm_.reduce_memory(contribution.offset));
         for (std::size_t i = 0; i < ranks() * kShard; ++i)
           gradients[i] = value(round, rank) + static_cast<float>(i / kShard);
       }
-      delay();
+      tt::stress_delay();
       comm_.launch_reduce(contribution);
     }
     comm_.close_round(round);
@@ -156,7 +127,7 @@ class Rank {
       const auto segments = comm_.my_segment_everywhere(bucket, round);
       device_.sum(reinterpret_cast<std::byte*>(sum.data()), segments, kShard,
                   SumSpec{DType::kFloat32, DType::kFloat32, DType::kFloat32});
-      delay();
+      tt::stress_delay();
       comm_.finish_reduce(bucket, round);
       for (float element : sum) expect(element == expected, "sum");
     }
@@ -168,32 +139,7 @@ class Rank {
 
   ShmCommunicator comm_;
   HostDevice device_;
-  std::minstd_rand random_;
 };
-
-// Runs body(rank) in one thread per rank; false if any throws.
-template <typename Body>
-bool in_threads(int ranks, const Body& body) {
-  std::vector<std::thread> threads;
-  std::vector<std::string> errors(static_cast<std::size_t>(ranks));
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank);
-      } catch (const std::exception& error) {
-        errors[static_cast<std::size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  bool all_right = true;
-  for (const std::string& error : errors) {
-    if (error.empty()) continue;
-    std::fprintf(stderr, "%s\n", error.c_str());
-    all_right = false;
-  }
-  return all_right;
-}
 
 bool stress(int ranks, std::uint64_t steps) {
   SharedSource source;

@@ -294,9 +294,6 @@ def test_a_rule_is_not_checked_on_invalid_values(tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("parallel.tp_degree", 2),
-        ("parallel.dtype", "fp16"),
-        ("training.activation_checkpointing", True),
-        ("training.activation_checkpointing", "selective"),
         ("training.checkpoint.save_interval_minutes", 5),
         ("data.document_mask", True),
         ("data.num_workers", 1),
@@ -322,13 +319,14 @@ def test_hints() -> None:
         small(
             model={"max_seq_len": 2048},
             training={"lr_schedule": "constant", "min_lr": 1e-5, "warmup_steps": 101},
-            parallel={"strategy": "ddp", "reshard_after_forward": True},
+            parallel={"strategy": "ddp", "reshard_after_forward": True, "prefetch": 2},
             data={"eos_id": 257},
         )
     )
     assert config.warnings == [
         "model.use_flash_attention is false with training.seq_len 2048: true saves memory and time",
         "parallel.strategy is 'ddp', so parallel.reshard_after_forward true has no effect",
+        "parallel.strategy is 'ddp', so parallel.prefetch 2 has no effect",
         "training.warmup_steps is 101, so training.max_steps 100 ends before the learning rate reaches its peak",
         "training.lr_schedule is 'constant', so training.min_lr 1e-05 has no effect",
         "data.append_eos is false, so data.eos_id 257 has no effect",

@@ -19,6 +19,10 @@ DTYPES = {
     torch.float64: _C.DType.float64,
 }
 ISAS = _C.HostDevice.available_isas()
+DEVICES: dict[str, _C.Device] = {isa: _C.HostDevice(isa) for isa in ISAS}
+# What any other device computes with, here on the CPU.
+DEVICES["torch"] = _C.TorchDevice(torch.device("cpu"))
+ANY_DEVICE = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 PAIRS = list(itertools.product(DTYPES, DTYPES))
 # Sizes around whole vectors (2 .. 16 lanes) and whole blocks of four vectors.
 SIZES = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 257)
@@ -65,18 +69,18 @@ def misaligned(values: Tensor, offset_bytes: int) -> Tensor:
     return memory[offset_bytes : offset_bytes + values.nbytes]
 
 
-def cast(device: _C.HostDevice, values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(device: _C.Device, values: Tensor, dtype: torch.dtype) -> Tensor:
     result = torch.full((values.numel() + 1,), -1.0, dtype=dtype)
     device.cast(result.data_ptr(), DTYPES[dtype], values.data_ptr(), DTYPES[values.dtype], values.numel())
     assert result[-1] == -1, "wrote past the end"
     return result[:-1]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@ANY_DEVICE
 @pytest.mark.parametrize("src,dst", PAIRS, ids=str)
-def test_cast_equals_torch(isa: str, src: torch.dtype, dst: torch.dtype) -> None:
+def test_cast_equals_torch(device: _C.Device, src: torch.dtype, dst: torch.dtype) -> None:
     values = special_values(src)
-    assert_same_bits(cast(_C.HostDevice(isa), values, dst), values.to(dst))
+    assert_same_bits(cast(device, values, dst), values.to(dst))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -108,14 +112,14 @@ def test_any_length_and_alignment(isa: str, src: torch.dtype, dst: torch.dtype) 
         assert result[-1] == 7, "wrote past the end"
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@ANY_DEVICE
 @pytest.mark.parametrize("src,dst", PAIRS, ids=str)
-def test_add_equals_torch(isa: str, src: torch.dtype, dst: torch.dtype) -> None:
+def test_add_equals_torch(device: _C.Device, src: torch.dtype, dst: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     values, old = torch.randn(1003, generator=generator).to(src), torch.randn(1003, generator=generator).to(dst)
     compute = torch.float64 if dst == torch.float64 else torch.float32
     expected = (old.to(compute) + values.to(compute)).to(dst)
-    _C.HostDevice(isa).add(old.data_ptr(), DTYPES[dst], values.data_ptr(), DTYPES[src], values.numel())
+    device.add(old.data_ptr(), DTYPES[dst], values.data_ptr(), DTYPES[src], values.numel())
     assert_same_bits(old, expected)
 
 
@@ -160,10 +164,13 @@ def test_sum_equals_torch(case: tuple[list[Tensor | None], Tensor, torch.dtype, 
     sources, old, round_to, divisor, accumulate = case
     wire = next(source.dtype for source in sources if source is not None)
     expected = reference_sum(sources, old, round_to=round_to, divisor=divisor, accumulate=accumulate)
-    for isa in ISAS:
-        held = [None if source is None else misaligned(source, 1 + 2 * r) for r, source in enumerate(sources)]
+    for name, device in DEVICES.items():
+        offset = 1 if name != "torch" else 0  # tensors are aligned
+        held = [
+            None if source is None else misaligned(source, offset + 2 * offset * r) for r, source in enumerate(sources)
+        ]
         result = old.clone()
-        _C.HostDevice(isa).sum(
+        device.sum(
             result.data_ptr(),
             [0 if source is None else source.data_ptr() for source in held],
             old.numel(),
@@ -176,12 +183,12 @@ def test_sum_equals_torch(case: tuple[list[Tensor | None], Tensor, torch.dtype, 
         assert_same_bits(result, expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_sum_of_bfloat16_has_the_error_of_float32(isa: str) -> None:
+@ANY_DEVICE
+def test_sum_of_bfloat16_has_the_error_of_float32(device: _C.Device) -> None:
     # 1 + 255 * 2**-9: in bfloat16 every single addition of 2**-9 to 1 would be rounded away.
     sources = [torch.tensor([1.0], dtype=torch.bfloat16)] + [torch.tensor([2**-9], dtype=torch.bfloat16)] * 255
     result = torch.zeros(1)
-    _C.HostDevice(isa).sum(
+    device.sum(
         result.data_ptr(),
         [source.data_ptr() for source in sources],
         1,
@@ -192,12 +199,11 @@ def test_sum_of_bfloat16_has_the_error_of_float32(isa: str) -> None:
     assert result.item() == 1 + 255 * 2**-9
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_missing_sources_are_zeros(isa: str) -> None:
+@ANY_DEVICE
+def test_missing_sources_are_zeros(device: _C.Device) -> None:
     # -0 + 0 is +0, as with a tensor of zeros; without a missing source -0 stays.
     minus_zero, result = torch.tensor([-0.0]), torch.tensor([5.0])
     arguments = dict(wire=_C.DType.float32, result=_C.DType.float32, round_to=_C.DType.float32)
-    device = _C.HostDevice(isa)
     for sources, sign in (
         ([minus_zero.data_ptr(), 0], False),
         ([0, minus_zero.data_ptr()], False),
@@ -208,6 +214,13 @@ def test_missing_sources_are_zeros(isa: str) -> None:
     result.fill_(5)
     device.sum(result.data_ptr(), [0, 0], 1, **arguments, accumulate=True)
     assert result.item() == 5
+
+
+@ANY_DEVICE
+def test_squares_are_summed_in_float64(device: _C.Device) -> None:
+    values = torch.randn(1003, generator=torch.Generator().manual_seed(3))
+    got = device.sum_squares(values.data_ptr(), _C.DType.float32, values.numel())
+    assert got == pytest.approx(values.double().square().sum().item(), rel=1e-14)
 
 
 def test_bytes_are_only_copied() -> None:

@@ -344,6 +344,27 @@ def test_llama_padding_is_below_one_percent(size: str, cap: int | None) -> None:
             assert all(plan.row_aligned(i) for i in range(len(params)))
 
 
+# dim, ffn, layers, kv_dim, vocabulary: other models' shapes, and some that divide by nothing.
+AWKWARD = [
+    (1536, 4103, 3, 256, 151_936),
+    (2048, 5461, 3, 2048, 50_257),
+    (2304, 5760, 3, 384, 49_155),
+    (3584, 18_944, 3, 512, 152_064),
+    (5120, 13_824, 3, 5120, 32_003),
+    (7168, 20_480, 3, 1025, 129_280),
+]
+
+
+@pytest.mark.parametrize("cap", [5 * 2**20, 25 * 2**20, 100 * 2**20, None], ids=["5MiB", "25MiB", "100MiB", "no_cap"])
+@pytest.mark.parametrize("shape", AWKWARD, ids=str)
+def test_padding_of_awkward_shapes_is_below_one_percent(shape: tuple[int, ...], cap: int | None) -> None:
+    """Over all buckets, for numbers of ranks that divide nothing either."""
+    params, units = llama(*shape)
+    for world_size in (2, 3, 5, 7, 12, 24, 48, 96, 100, 384, 768, 1000, 1024):
+        plan = _C.ShardPlan(params=params, units=units, world_size=world_size, cap_bytes=cap)
+        assert plan.padding_fraction() <= 0.01, (world_size, plan.padding_fraction())
+
+
 def test_pieces_of_a_llama_block_tile_it() -> None:
     params, units = llama(512, 1376, 2, 512, 8192)
     for world_size, cap in itertools.product((2, 3, 4, 16), (None, 2**20)):

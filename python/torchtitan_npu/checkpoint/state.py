@@ -30,6 +30,8 @@ class TrainState:
     """``PackedLoader.state_dict()``: the position in the data."""
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved configuration of the run."""
+    loss_scaler: dict[str, Any] = field(default_factory=dict)
+    """``GradScaler.state_dict()``: of float16 training, else empty."""
 
     def write(self, directory: Path) -> None:
         """Write ``meta.json``."""

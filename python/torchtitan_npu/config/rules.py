@@ -120,6 +120,11 @@ HINTS: tuple[Hint, ...] = (
         lambda strategy, degree: strategy == "hsdp" and degree == 1,
         "parallel.strategy is {} with parallel.replicate_degree {}: the model is sharded over all ranks, as by fsdp",
     ),
+    Hint(
+        ("parallel.strategy", "parallel.prefetch"),
+        lambda strategy, prefetch: strategy == "ddp" and prefetch != 1,
+        "parallel.strategy is {}, so parallel.prefetch {} has no effect",
+    ),
     Hint(  # no error: a short trial of a long run's file is common
         ("training.warmup_steps", "training.max_steps"),
         lambda warmup, steps: warmup > steps,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .bounds import DegreeOrRest, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .bounds import DegreeOrRest, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitsAhead
 
 DEFAULT_FROM = "default_from"
 PRESET = "preset"
@@ -92,7 +92,7 @@ class TrainingConfig:
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms; an operator without one is an error."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations in backward instead of keeping them."""
+    """Recompute each block's activations in backward; selective keeps what is dear: attention, every second product."""
     log_interval: PositiveInt = 10
     """Optimizer steps between log lines; step 1 is always logged."""
     resume: str = "auto"
@@ -114,13 +114,15 @@ class ParallelConfig:
     replicate_degree: PositiveInt = 1
     """Replicas of the sharded model, for hsdp; each has dp_degree / replicate_degree ranks, neighbours."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Number format of compute and of the gathered parameters; the master copy stays fp32."""
+    """Number format of compute and of the gathered parameters; the master copy stays fp32. fp16 scales the loss."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which gradients are summed over ranks."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after each forward; null frees all but the root unit's."""
     bucket_cap_mb: PositiveFloat | None = 25.0
     """Largest collective in MiB of `dtype`; null is one bucket per unit. Speed and memory only, never numerics."""
+    prefetch: UnitsAhead = 1
+    """Units gathered ahead of use, in forward and in backward; each takes the memory of the largest one."""
 
 
 @dataclass(frozen=True, kw_only=True)

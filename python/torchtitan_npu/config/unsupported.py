@@ -20,10 +20,6 @@ class Unsupported:
 
 REFUSED: tuple[Unsupported, ...] = (
     Unsupported("parallel.tp_degree", "> 1", lambda degree: degree > 1, "set it to 1"),
-    Unsupported("parallel.dtype", "fp16", lambda dtype: dtype == "fp16", "use bf16, which needs no loss scaling"),
-    Unsupported(
-        "training.activation_checkpointing", "true, selective", lambda mode: mode is not False, "set it to false"
-    ),
     Unsupported(
         "training.checkpoint.save_interval_minutes", "> 0", lambda minutes: minutes > 0, "use save_interval (steps)"
     ),

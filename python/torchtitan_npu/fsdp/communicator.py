@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
 from torchtitan_npu import _C
-from torchtitan_npu.fsdp.mesh import Mesh
+from torchtitan_npu.fsdp.mesh import Mesh, RankGroup
 from torchtitan_npu.launch import read_timeouts
 
 logger = logging.getLogger(__name__)
@@ -16,25 +18,32 @@ logger = logging.getLogger(__name__)
 KINDS = ("auto", "shared_memory", "c10d")
 
 
-def make_communicator(mesh: Mesh, kind: str = "auto") -> _C.Communicator:
-    """Collective over the ranks of ``mesh``. ``kind``: ``"auto"``, or one of the two to insist on it (ValueError where
-    it is impossible). It is about the ranks that shard; replicas reduce through c10d.
+def make_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communicator:
+    """Collective over the ranks of ``mesh``, for parameters on ``device``. ``kind``: ``"auto"``, or one of the two to
+    insist on it (ValueError where it is impossible). It is about the ranks that shard; replicas reduce through c10d.
     """
-    inner = _sharding_communicator(mesh, kind)
     if mesh.replicate.size == 1:
-        return inner
+        return _sharding_communicator(mesh, kind, device)
+    if device.type != "cpu":
+        raise ValueError(
+            f"not supported yet: replicas of a sharded model on {device} (device_mesh has {mesh.replicate.size} rows "
+            f"of {mesh.shard.size} ranks); use a device_mesh with one dimension, or train on the CPU"
+        )
+    inner = _sharding_communicator(mesh, kind, device)
     token = [secrets.token_hex(16)]
     dist.broadcast_object_list(token, src=mesh.everyone.ranks[0], group=mesh.everyone.group)
     board = dist.PrefixStore(f"torchtitan-npu/{token[0]}", dist.distributed_c10d._get_default_store())
     return _C.HybridCommunicator(inner, mesh.new_group(mesh.columns), list(mesh.replicate.ranks), board)
 
 
-def _sharding_communicator(mesh: Mesh, kind: str) -> _C.Communicator:
+def _sharding_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communicator:
     ranks = mesh.shard
     if kind not in KINDS:
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
     timeouts = read_timeouts()
     wait_seconds = timeouts.exec_seconds or 10 * 365 * 86400  # 0 means: wait for ever
+    if device.type != "cpu":
+        return _through_c10d(mesh, device, wait_seconds, _backends_on_accelerator(ranks, kind, device))
     if ranks.group is None:
         return _C.ShmCommunicator(0, 1, timeout_seconds=wait_seconds)
     if kind != "c10d":
@@ -58,4 +67,32 @@ def _sharding_communicator(mesh: Mesh, kind: str) -> _C.Communicator:
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")
-    return _C.C10dCommunicator(mesh.new_group(mesh.rows), mesh.new_group(mesh.rows))
+    return _through_c10d(mesh, device, wait_seconds)
+
+
+def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) -> str:
+    if kind == "shared_memory":
+        raise ValueError(f"communicator='shared_memory' is for host memory, and the model is on {device}; use 'auto'")
+    if ranks.group is None:
+        raise ValueError(
+            f"the model is on {device}: call torch.distributed.init_process_group() before FSDP(...), also for one "
+            "process"
+        )
+    backends = BackendConfig(dist.Backend(dist.get_backend_config(ranks.group))).get_device_backend_map()
+    of_device = backends.get(device.type)
+    if of_device is None:
+        have = ", ".join(f"{kind}:{name}" for kind, name in backends.items())
+        raise ValueError(
+            f"the model is on {device}, but the process group has no backend for it (it has {have}): call "
+            f'torch.distributed.init_process_group(backend="cpu:gloo,{device.type}:...")'
+        )
+    # The hosts' own messages go through the CPU's backend, so that no host waits for its device.
+    return f"cpu:gloo,{device.type}:{of_device}"
+
+
+def _through_c10d(
+    mesh: Mesh, device: torch.device, wait_seconds: float, backends: str | None = None
+) -> _C.Communicator:
+    groups = [mesh.new_group(mesh.rows, backends) for _ in range(2)]
+    ranks = list(mesh.shard.ranks)
+    return _C.C10dCommunicator(*groups, device=device, timeout_seconds=wait_seconds, global_ranks=ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -135,6 +135,25 @@ def assign_parameters(model: nn.Module, units: list[Unit]) -> dict[str, list[str
         units[chain[-1]].parameters.append(first[key])
     units[1:] = [unit for unit in units[1:] if unit.parameters]
     return {first[key]: all_names for key, all_names in names.items()}
+
+
+def owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, int]:
+    """Every module → the innermost unit around it; a module that stands in two places: of the outer place."""
+    index_of = {id(m): i for i, unit in enumerate(units) for m in unit.modules}
+    found: dict[nn.Module, int] = {}
+    depth_of: dict[nn.Module, int] = {}
+
+    def walk(module: nn.Module, unit: int, depth: int) -> None:
+        index = index_of.get(id(module), unit)
+        depth += index != unit
+        if module in found and depth_of[module] <= depth:
+            return
+        found[module], depth_of[module] = index, depth
+        for child in module.children():
+            walk(child, index, depth)
+
+    walk(model, 0, 0)
+    return found
 
 
 def merge_small(units: list[Unit], bytes_of: Callable[[Unit], int], cap_bytes: int | None) -> list[Unit]:

@@ -58,7 +58,7 @@ def make_ranks_agree(tensors: dict[str, torch.Tensor], ranks: RankGroup) -> None
 
 def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().reshape(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+    return hashlib.blake2b(flat.view(torch.uint8).cpu().numpy().data, digest_size=16).hexdigest()
 
 
 class MetaInitializer:

@@ -51,7 +51,7 @@ class Layout:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor. Collective over the mesh."""
         with torch.no_grad():
-            return self._as_dtensor(local).full_tensor()
+            return self.whole_of(local).full_tensor()
 
     def expose(self, leaf: torch.Tensor) -> DTensor:
         """A DTensor around ``leaf``, without a copy, whose gradient arrives at ``leaf`` as a plain tensor.
@@ -59,9 +59,10 @@ class Layout:
         Part of one graph: made anew for each pass.
         """
         with torch.enable_grad():  # units are exposed inside backward, too, where it is off
-            return self._as_dtensor(_PlainGradient.apply(leaf))
+            return self.whole_of(_PlainGradient.apply(leaf))
 
-    def _as_dtensor(self, local: torch.Tensor) -> DTensor:
+    def whole_of(self, local: torch.Tensor) -> DTensor:
+        """A DTensor around ``local``, without a copy."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.whole_shape, stride=self.whole_stride
         )
@@ -139,15 +140,10 @@ def is_first_of(mesh: DeviceMesh | None) -> bool:
 
 def broadcast_over(mesh: DeviceMesh | None, values: list[Any]) -> None:
     """Replaces ``values`` by those of the first rank of ``mesh``. Collective over it."""
-    if mesh is None:
-        return
-    for dimension in range(mesh.ndim):
-        dist.broadcast_object_list(values, group=mesh.get_group(dimension), group_src=0)
+    for group in groups_of(mesh):
+        dist.broadcast_object_list(values, group=group, group_src=0)
 
 
-def sum_over(mesh: DeviceMesh | None, total: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-    """Adds ``total`` up over all ranks of ``mesh``, in place. Collective over it."""
-    if mesh is None:
-        return
-    for dimension in range(mesh.ndim):
-        dist.all_reduce(total, operation, group=mesh.get_group(dimension))
+def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
+    """One group for each dimension of ``mesh``; a collective over one after the other reaches all its ranks."""
+    return () if mesh is None else tuple(mesh.get_group(dimension) for dimension in range(mesh.ndim))

@@ -49,11 +49,11 @@ class Mesh:
         """The ranks that hold the same shard, for every shard."""
         return tuple(zip(*self.rows, strict=True))
 
-    def new_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    def new_group(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """A process group of the one of ``parts`` that has this rank. Collective: all ranks of the mesh call it with
-        the same parts, which have all ranks of the mesh.
+        the same parts, which have all ranks of the mesh. ``backend``: as for ``torch.distributed.new_group``.
         """
-        return _new_group(parts, complete=self.everyone.size == dist.get_world_size())
+        return _new_group(parts, complete=self.everyone.size == dist.get_world_size(), backend=backend)
 
 
 def resolve_mesh(device_mesh: Any) -> Mesh:
@@ -82,7 +82,7 @@ def resolve_mesh(device_mesh: Any) -> Mesh:
     if me not in ranks:
         raise ValueError(f"device_mesh {ranks} does not contain this rank, {me}; only its ranks may wrap the model")
     if is_mesh and device_mesh.ndim == 1:
-        everyone = _as_group(device_mesh.get_group())
+        everyone = as_group(device_mesh.get_group())
     else:
         everyone = _group_of([ranks], complete=len(ranks) == world)
     if len(rows) == 1:
@@ -90,7 +90,7 @@ def resolve_mesh(device_mesh: Any) -> Mesh:
     if is_mesh:
         if any(row != sorted(row) for row in rows):
             raise ValueError(f"device_mesh must list the ranks of each replica in ascending order, got {rows}")
-        replicate, shard = (_as_group(device_mesh.get_group(dimension)) for dimension in (0, 1))
+        replicate, shard = (as_group(device_mesh.get_group(dimension)) for dimension in (0, 1))
     else:
         rows = [sorted(row) for row in rows]
         shard = _group_of(rows, complete=len(ranks) == world)
@@ -102,7 +102,8 @@ def _alone(rank: int) -> RankGroup:
     return RankGroup((rank,), 0, None)
 
 
-def _as_group(group: dist.ProcessGroup) -> RankGroup:
+def as_group(group: dist.ProcessGroup) -> RankGroup:
+    """The ranks of a process group that this rank is in."""
     ranks = dist.get_process_group_ranks(group)
     return RankGroup(tuple(ranks), ranks.index(dist.get_rank()), group)
 
@@ -110,17 +111,17 @@ def _as_group(group: dist.ProcessGroup) -> RankGroup:
 def _group_of(parts: Sequence[Sequence[int]], *, complete: bool) -> RankGroup:
     world = dist.group.WORLD
     is_world = world is not None and len(parts) == 1 and len(parts[0]) == world.size()
-    return _as_group(world if world is not None and is_world else _new_group(parts, complete=complete))
+    return as_group(world if world is not None and is_world else _new_group(parts, complete=complete))
 
 
-def _new_group(parts: Sequence[Sequence[int]], *, complete: bool) -> dist.ProcessGroup:
+def _new_group(parts: Sequence[Sequence[int]], *, complete: bool, backend: str | None = None) -> dist.ProcessGroup:
     """``complete``: the parts have all ranks of the world."""
     # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
     # wrapped a small model alone), they would wait under different names. The whole world needs none.
     if not complete:
         mine = next(part for part in parts if dist.get_rank() in part)
-        return dist.new_group(list(mine), use_local_synchronization=True)
-    groups = [dist.new_group(list(part)) for part in parts]
+        return dist.new_group(list(mine), backend=backend, use_local_synchronization=True)
+    groups = [dist.new_group(list(part), backend=backend) for part in parts]
     return next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.grouping import Unit, WrapPolicy, assign_parameters, find_units, merge_small, nesting_depth
 from torchtitan_npu.fsdp.layout import Layout, layout_of, local_of
-from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy
+from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 
 _MIB = 1024**2
 
@@ -21,8 +21,8 @@ FLOATING = {
     torch.float64: _C.DType.float64,
 }
 
-PREFETCH = 1
-"""Units gathered ahead of use, in forward and in backward."""
+DEFAULT_PREFETCH = 1
+"""Hides a gather behind the unit before; each unit more costs the memory of the largest one."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class UnitInfo:
     numel: int
     buckets: int
     gathered_bytes: int
+    reshards: bool
+    """Whether it is freed between its forward and its backward."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class FSDPPlan:
     replicas: int
     """Sharded copies of it that train together."""
     bucket_cap_mb: float | None
+    prefetch: int
+    """Units gathered ahead of use, in forward and in backward."""
     num_parameters: int
     """Elements of all parameters, tied ones once."""
     num_buckets: int
@@ -82,6 +86,9 @@ class FSDPPlan:
     """Memory for gradients on their way, per rank."""
     staging_bytes: int
     """Memory for their sums on the way between replicas, per rank; 0 with one replica."""
+    accumulation_bytes: int
+    """What ``no_sync`` adds from its first use on: a whole copy of the gradients per rank, 4 bytes an element or more.
+    """
     native: _C.ShardPlan
     schedule: _C.Schedule
     module_units: tuple[Unit, ...]
@@ -98,7 +105,7 @@ class FSDPPlan:
         staging = "" if self.replicas == 1 else f", between replicas {_mib(self.staging_bytes)}"
         return (
             f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets "
-            f"(cap {cap}), "
+            f"(cap {cap}), prefetch {self.prefetch}, "
             f"{ranks}, padding {100 * self.padding_fraction:.3f} %; per rank "
             f"{_mib(self.parameter_bytes)} "
             f"parameters, {_mib(self.gradient_bytes)} gradients, at most {_mib(self.arena_bytes)} extra while training "
@@ -118,6 +125,7 @@ def plan_model(
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     bucket_cap_mb: float | None = None,
+    prefetch: int = DEFAULT_PREFETCH,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> FSDPPlan:
     """Plans how ``FSDP(model, …)`` would shard each of ``replicas`` copies of ``model`` over ``world_size`` ranks.
@@ -132,13 +140,21 @@ def plan_model(
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     if bucket_cap_mb is not None and (isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0):
         raise ValueError(f"bucket_cap_mb must be positive or None (one bucket per unit), got {bucket_cap_mb!r}")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch must be a whole number of units, 0 (gather at use) or more, got {prefetch!r}")
     policy = mixed_precision or MixedPrecisionPolicy()
     cap_bytes = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * _MIB))
 
     units = find_units(model, auto_wrap_policy)
     names = assign_parameters(model, units)
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    infos = {name: _describe(by_name[name], tuple(all_names), policy) for name, all_names in names.items()}
+    kept = {id(p) for m in model.modules() if keeps_dtype(m) for p in m.parameters(recurse=False)}
+    infos = {
+        name: _describe(
+            by_name[name], tuple(all_names), MixedPrecisionPolicy() if id(by_name[name]) in kept else policy
+        )
+        for name, all_names in names.items()
+    }
     if not infos:
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
 
@@ -158,13 +174,13 @@ def plan_model(
     schedule = _C.Schedule(
         reshard_after_forward=reshards,
         nesting=nesting_depth(units, reshards),
-        prefetch=PREFETCH,
+        prefetch=prefetch,
         reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],
         replicas=replicas,
     )
     arena = _C.Arena(native, schedule)
     buckets = native.buckets
-    shard_bytes = [b.shard_numel * _itemsize(b.master_dtype) for b in buckets]
+    shard_bytes = [b.shard_numel * itemsize(b.master_dtype) for b in buckets]
     return FSDPPlan(
         units=tuple(
             UnitInfo(
@@ -172,6 +188,7 @@ def plan_model(
                 sum(infos[name].numel for name in unit.parameters),
                 sum(1 for b in buckets if b.unit == i),
                 gathered_bytes(unit),
+                reshards[i],
             )
             for i, unit in enumerate(units)
         ),
@@ -179,6 +196,7 @@ def plan_model(
         world_size=world_size,
         replicas=replicas,
         bucket_cap_mb=bucket_cap_mb,
+        prefetch=prefetch,
         num_parameters=sum(info.numel for info in params),
         num_buckets=len(buckets),
         padding_fraction=native.padding_fraction(),
@@ -187,6 +205,11 @@ def plan_model(
         gather_bytes=arena.gather_bytes,
         reduce_bytes=arena.reduce_bytes,
         staging_bytes=arena.staging_bytes,
+        accumulation_bytes=sum(
+            native.bucket_numel(i) * max(4, itemsize(arena.wire_dtype(i)))
+            for i, b in enumerate(buckets)
+            if b.requires_grad and b.param_dtype != _C.DType.bytes
+        ),
         native=native,
         schedule=schedule,
         module_units=tuple(units),
@@ -208,8 +231,6 @@ def _describe(parameter: nn.Parameter, names: tuple[str, ...], policy: MixedPrec
         raise ValueError(f"parameter '{names[0]}' is lazy: run one forward to give it a shape before FSDP(...)")
     if data.layout != torch.strided or data.is_complex():
         raise ValueError(f"not supported: parameter '{names[0]}' has layout {data.layout} and dtype {data.dtype}")
-    if data.device.type not in ("cpu", "meta"):
-        raise ValueError(f"not supported yet: parameter '{names[0]}' is on {data.device}; FSDP runs on the CPU")
     if data.dtype not in FLOATING and data.is_floating_point():
         raise ValueError(f"not supported: parameter '{names[0]}' has dtype {data.dtype}")
     param_dtype = policy.param_dtype if policy.param_dtype is not None and data.dtype in FLOATING else data.dtype
@@ -238,5 +259,6 @@ def _spec(info: ParamInfo) -> _C.ParamSpec:
     )
 
 
-def _itemsize(dtype: _C.DType) -> int:
+def itemsize(dtype: _C.DType) -> int:
+    """Bytes of one element."""
     return {_C.DType.float64: 8, _C.DType.float32: 4, _C.DType.bytes: 1}.get(dtype, 2)

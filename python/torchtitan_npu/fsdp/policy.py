@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of an FSDP model. Every field is optional; ``None`` keeps what the model has."""
+    """Dtypes of an FSDP model. Every field is optional; ``None`` keeps what the model has.
+
+    Parameters and buffers of batch norms keep their dtype whatever the policy says: running statistics lose small
+    updates in 16 bits, and torch wants both in float32 beside 16-bit inputs.
+    """
 
     param_dtype: torch.dtype | None = None
     """Dtype of gathered floating-point parameters and of compute. The sharded master copy keeps the original dtype."""
@@ -44,3 +49,8 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{name}={value} is not supported: use float16, bfloat16 or float32"
                 )
+
+
+def keeps_dtype(module: nn.Module) -> bool:
+    """Whether ``param_dtype`` and ``buffer_dtype`` pass over what the module holds directly."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)

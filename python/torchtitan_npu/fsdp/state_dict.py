@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,7 @@ from torch import nn
 
 from torchtitan_npu.fsdp.layout import broadcast_over
 from torchtitan_npu.fsdp.piece import Piece
-from torchtitan_npu.fsdp.state import FSDPState, ShardedParam, state_of
-
-FULL_TIMEOUT_SECONDS = 30.0
-"""How long a FULL state dict waits for ranks that do not take part; ``TORCHTITAN_NPU_STATE_DICT_TIMEOUT`` overrides
-it.
-"""
+from torchtitan_npu.fsdp.state import FSDPState, InstalledHook, ShardedParam, state_of
 
 _METADATA_KEY = "torchtitan_npu_shard"
 
@@ -61,45 +56,70 @@ def wanted_type(model: nn.Module) -> StateDictType:
 
 def install_state_dict_hooks(model: nn.Module, state: FSDPState) -> None:
     """Lets ``state_dict`` and ``load_state_dict`` of every module translate between pieces and what they are given."""
-    params = {name: param for param in state.params for name in param.names}
-
-    def name_hooks(path: str, module: nn.Module) -> None:
+    params = {name: index for index, param in enumerate(state.params) for name in param.names}
+    for path, module in model.named_modules():
+        if not module._parameters and not any(m is module for m, _ in state.original_buffer_dtypes):
+            continue
         held = [key for key, parameter in module._parameters.items() if parameter is not None]
         own = {key: params[f"{path}.{key}" if path else key] for key in held}
+        saved = module._register_state_dict_hook(_save_hook(state, own))
+        loaded = module._register_load_state_dict_pre_hook(_load_hook(state, own), with_module=True)
+        state.hooks += [
+            InstalledHook(module, "_state_dict_hooks", saved.id, partial(_save_hook, own=own)),
+            InstalledHook(module, "_load_state_dict_pre_hooks", loaded.id, partial(_load_hook, own=own)),
+        ]
 
-        def saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-            local = wanted_type(model) is StateDictType.LOCAL_STATE_DICT
-            for key, param in own.items():
-                if prefix + key in state_dict:
-                    data = param.sharded.detach()
-                    state_dict[prefix + key] = data if local else piece_of(state, param, data)
-                    local_metadata.setdefault(_METADATA_KEY, {})[key] = {
-                        "rank": state.ranks.index,
-                        "world_size": state.ranks.size,
-                        "shape": list(param.whole_shape),
-                        "start": param.piece.start,
-                        "offsets": list(param.offsets),
-                    }
-            for key in module._buffers:
-                original = state.original_buffer_dtypes.get((module, key))
-                if original is not None and prefix + key in state_dict:
-                    state_dict[prefix + key] = state_dict[prefix + key].to(original)
 
-        def loaded(
-            module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
-        ) -> None:
-            shard = local_metadata.get(_METADATA_KEY, {})
-            for key, param in own.items():
-                value = state_dict.get(prefix + key)
-                if value is not None:
-                    state_dict[prefix + key] = local_part(state, param, prefix + key, value, shard.get(key))
+def _save_hook(state: FSDPState, own: dict[str, int]) -> Callable[..., None]:
+    """``own``: the parameters that the module holds directly, by key."""
 
-        module._register_state_dict_hook(saved)
-        module._register_load_state_dict_pre_hook(loaded, with_module=True)
+    def saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+        local = wanted_type_is_local(state)
+        for key, index in own.items():
+            param = state.params[index]
+            if prefix + key in state_dict and param.name not in state.whole:
+                data = param.sharded.detach()
+                state_dict[prefix + key] = data if local else piece_of(state, param, data)
+                local_metadata.setdefault(_METADATA_KEY, {})[key] = {
+                    "rank": state.ranks.index,
+                    "world_size": state.ranks.size,
+                    "shape": list(param.whole_shape),
+                    "start": param.piece.start,
+                    "offsets": list(param.offsets),
+                }
+        for key in module._buffers:
+            original = state.original_buffer_dtypes.get((module, key))
+            if original is not None and prefix + key in state_dict:
+                state_dict[prefix + key] = state_dict[prefix + key].to(original)
 
-    for path, module in model.named_modules():
-        if module._parameters or any(m is module for m, _ in state.original_buffer_dtypes):
-            name_hooks(path, module)
+    return saved
+
+
+def _load_hook(state: FSDPState, own: dict[str, int]) -> Callable[..., None]:
+    def loaded(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        shard = local_metadata.get(_METADATA_KEY, {})
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for key, index in own.items():
+            param, value = state.params[index], state_dict.get(prefix + key)
+            if value is None or param.name in state.whole:
+                continue
+            part = local_part(state, param, prefix + key, value, shard.get(key))
+            if assign:
+                # The shard's memory is the engine's and the optimizer holds the parameter: values are copied, and what
+                # is then assigned is the parameter itself.
+                with torch.no_grad():
+                    param.sharded.copy_(part)
+                part = param.sharded
+            state_dict[prefix + key] = part
+        for key, buffer in module._buffers.items():
+            value = state_dict.get(prefix + key)
+            if assign and value is not None and (module, key) in state.original_buffer_dtypes:
+                assert buffer is not None
+                state_dict[prefix + key] = value.to(buffer.dtype)
+
+    return loaded
 
 
 def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piece:
@@ -109,17 +129,12 @@ def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piec
         local,
         fqn=param.name,
         shape=param.whole_shape,
-        start=_start(param),
+        start=param.start,
         rank=ranks.index,
         world_size=ranks.size,
         offsets=param.offsets,
         box_shape=param.shape,
     )
-
-
-def _start(param: ShardedParam) -> int:
-    item = 1 if param.sharded.dtype.is_floating_point else param.sharded.dtype.itemsize
-    return param.piece.start // item
 
 
 def local_part(
@@ -149,7 +164,7 @@ def local_part(
     if shard is not None and (state.ranks.size > 1 or not whole):
         at = shard.get("offsets", [0] * len(param.shape))
         fits = list(param.whole_shape) == shard["shape"] and list(param.offsets) == at
-        fits = fits and shard["start"] in (_start(param), param.piece.start)
+        fits = fits and shard["start"] in (param.start, param.piece.start)
         if not fits or shard["world_size"] != state.ranks.size or value.shape != mine.shape:
             raise ValueError(
                 f"'{key}' is shard {shard['rank']} of {shard['world_size']} of a tensor of shape "
@@ -159,7 +174,7 @@ def local_part(
             )
         return value
     if whole:
-        start = _start(param)
+        start = param.start
         value = value.detach() if param.layout is None else param.layout.local_part(value.detach())
         return value.reshape(-1)[start : start + mine.numel()].view(mine.shape)
     if value.shape == mine.shape and wanted_type_is_local(state):
@@ -179,10 +194,10 @@ def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]
     """Gathers a sharded state dict tensor by tensor: whole CPU tensors on the first rank, an empty dict on the others.
     Collective.
 
-    Raises RuntimeError within ``FULL_TIMEOUT_SECONDS`` if some ranks do not take part.
+    Raises RuntimeError within ``TORCHTITAN_NPU_STATE_DICT_TIMEOUT`` (30 s) if some ranks do not take part.
     """
     state = state_of(model)
-    _all_here(state)
+    state.all_here("a FULL state dict", ", or use the sharded kind of state dict, which needs no communication")
     names = {name for param in state.params for name in param.names}
     full: dict[str, Any] = {}
     done: dict[str, torch.Tensor] = {}
@@ -196,23 +211,6 @@ def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]
             is_buffer = isinstance(value, torch.Tensor) and key not in names
             full[key] = value.detach().clone() if is_buffer else value
     return full
-
-
-def _all_here(state: FSDPState) -> None:
-    everyone = state.mesh.everyone
-    if everyone.group is None or everyone.size == 1:
-        return
-    seconds = float(os.environ.get("TORCHTITAN_NPU_STATE_DICT_TIMEOUT", FULL_TIMEOUT_SECONDS))
-    try:
-        dist.monitored_barrier(everyone.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {everyone.ranks[everyone.index]}: a FULL state dict is collective, but not all ranks called "
-            f"it within {seconds:g} s "
-            f"({error}). Call model.state_dict() on all ranks (outside of 'if rank == 0'), or use the sharded kind, "
-            f"which needs no "
-            "communication"
-        ) from error
 
 
 def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
@@ -229,7 +227,8 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
         if flat.numel():
             dist.send(flat, dst=state.ranks.ranks[0], group=state.ranks.group)
         return None
-    whole = torch.empty(param.shape, dtype=piece.dtype)  # of a DTensor: its local tensor
+    # Of a DTensor: its local tensor.
+    whole = torch.empty(param.shape, dtype=piece.dtype, device=piece.device)
     out = whole.view(-1)
     for rank in range(state.ranks.size):
         part = state.plan.native.piece(index, rank)
@@ -240,7 +239,7 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
             out[start : start + numel].copy_(flat)
         else:
             dist.recv(out[start : start + numel], src=state.ranks.ranks[rank], group=state.ranks.group)
-    return whole if param.layout is None else param.layout.gather(whole)
+    return (whole if param.layout is None else param.layout.gather(whole)).cpu()
 
 
 def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:

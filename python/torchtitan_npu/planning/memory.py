@@ -73,8 +73,8 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     with torch.device("meta"):
         model = build_model(cfg.model)
     size = sum(4 * parameter.numel() for parameter in model.parameters())
-    # DDP's gradients are views of its buckets; autocast keeps a bf16 copy of every matrix during a step.
-    copies = size // 2 if cfg.parallel.dtype == "bf16" else 0
+    # DDP's gradients are views of its buckets; autocast keeps a 16-bit copy of every matrix during a step.
+    copies = size // 2 if cfg.parallel.dtype != "fp32" else 0
     return MemoryEstimate(parameters=size, gradients=size, optimizer=2 * size, buffers=copies, activations=activations)
 
 
@@ -89,12 +89,16 @@ def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
 
 
 def activation_bytes(cfg: Config) -> int:
-    """What one micro-batch's forward keeps for backward, without activation checkpointing.
+    """Most of what one micro-batch keeps for backward at any time.
 
     Per token and block, in the compute dtype: the inputs and outputs of both norms (4 M), queries and attention's
     output (with the rotation's copy, 3 M), keys and values (3 K D), and four vectors of the feed-forward width; plain
-    attention adds the weights, T per head, in fp32 and in the compute dtype. The loss holds the logits twice in fp32
-    and once in the compute dtype.
+    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype. The loss holds the
+    logits twice in fp32 and once in the compute dtype.
+
+    Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (M) and of every
+    second product, which are those of wq, wv, w1 and w2 (2 M + K D + F). The rest is there for one block at a time,
+    when the loss has freed its part.
     """
     model, training = cfg.model, cfg.training
     width = 4 if cfg.parallel.dtype == "fp32" else 2
@@ -102,5 +106,11 @@ def activation_bytes(cfg: Config) -> int:
     kv_dim = model.n_kv_heads * (model.dim // model.n_heads)
     per_token = width * (7 * model.dim + 3 * kv_dim + 4 * model.ffn_dim)
     if not model.use_flash_attention:
-        per_token += training.seq_len * model.n_heads * (4 + width)
-    return tokens * (model.n_layers * per_token + model.vocab_size * (2 * 4 + width))
+        per_token += training.seq_len * model.n_heads * (4 if width == 4 else 4 + width)
+    loss = model.vocab_size * (2 * 4 + width)
+    if training.activation_checkpointing is False:
+        return tokens * (model.n_layers * per_token + loss)
+    kept = width * model.dim
+    if training.activation_checkpointing == "selective":
+        kept += width * (3 * model.dim + kv_dim + model.ffn_dim)
+    return tokens * (model.n_layers * kept + max(per_token, loss))

@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_npu.config import ParallelConfig
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def fsdp_options(cfg: ParallelConfig) -> dict[str, Any]:
@@ -22,4 +22,5 @@ def fsdp_options(cfg: ParallelConfig) -> dict[str, Any]:
         "mixed_precision": policy,
         "reshard_after_forward": cfg.reshard_after_forward,
         "bucket_cap_mb": cfg.bucket_cap_mb,
+        "prefetch": cfg.prefetch,
     }

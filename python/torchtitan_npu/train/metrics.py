@@ -25,8 +25,8 @@ class StepMetrics:
     step: int
     loss: float
     """Mean over the valid labels of the step, in nats."""
-    grad_norm: float
-    """Global 2-norm before clipping."""
+    grad_norm: float | None
+    """Global 2-norm before clipping; None in a step that was skipped because a float16 gradient overflowed."""
     lr: float
     tokens: int
     """Tokens consumed since the start of training."""
@@ -38,6 +38,10 @@ class StepMetrics:
     """Peak memory of the worst rank."""
     comm_time: float | None = None
     """Seconds that rank 0 was blocked on other ranks in gathers and reductions; None where it is not measured (ddp)."""
+    loss_scale: float | None = None
+    """By which the next step's loss is multiplied; None where it is not scaled (other dtypes than fp16)."""
+    skipped_steps: int | None = None
+    """Steps since the start of training that were skipped; None as for ``loss_scale``."""
 
 
 def format_learning_rate(value: float) -> str:
@@ -102,20 +106,22 @@ class MetricsWriter:
         record = asdict(step) | {"tokens_per_second": tokens_per_second, "tokens_per_second_per_card": per_card}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        scalars = {
+        scalars: dict[str, float | None] = {
             "train/loss": step.loss,
             "train/grad_norm": step.grad_norm,
+            "train/loss_scale": step.loss_scale,
+            "train/skipped_steps": step.skipped_steps,
             "train/lr": step.lr,
             "speed/tokens_per_second": tokens_per_second,
             "speed/tokens_per_second_per_card": per_card,
             "speed/step_seconds": step.step_time,
             "speed/data_seconds": step.data_time,
+            "speed/communication_seconds": step.comm_time,
             "memory/peak_gib": step.mem_bytes / GIB,
         }
-        if step.comm_time is not None:
-            scalars["speed/communication_seconds"] = step.comm_time
         for name, value in scalars.items():
-            self._board.add_scalar(name, value, step.step)
+            if value is not None:
+                self._board.add_scalar(name, value, step.step)
 
     def close(self) -> None:
         self._file.close()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,15 @@ from torchtitan_npu.models import build_model
 from torchtitan_npu.planning import fsdp_options
 from torchtitan_npu.train.optimizer import decayed_names
 
+if TYPE_CHECKING:
+    from torchtitan_npu.fsdp import GradScaler
+
 logger = logging.getLogger(__name__)
+
+INITIAL_LOSS_SCALE = 2.0**16
+"""Of fp16; halved whenever a gradient overflows, doubled after 2,000 steps without."""
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ParallelModel(Protocol):
@@ -64,6 +72,13 @@ def parallelize(cfg: Config) -> ParallelModel:
     return ShardedModel(model, cfg)
 
 
+def make_scaler(cfg: Config, model: ParallelModel) -> GradScaler:
+    """The loss scaling of ``parallel.dtype: fp16``; for other dtypes one that passes everything through."""
+    from torchtitan_npu.fsdp import GradScaler
+
+    return GradScaler(model.module, init_scale=INITIAL_LOSS_SCALE, enabled=cfg.parallel.dtype == "fp16")
+
+
 class ShardedModel:
     """``strategy: fsdp`` and ``hsdp``. Gradients are reduced after every micro-batch: the least memory."""
 
@@ -80,7 +95,11 @@ class ShardedModel:
         if replicas > 1:  # neighbours shard: they share a machine, as a rule
             mesh = torch.arange(dist.get_world_size()).view(replicas, -1)
         self._model: Any = FSDP(  # type: ignore[call-arg]
-            model, device_mesh=mesh, init_seed=cfg.training.seed, **fsdp_options(cfg.parallel)
+            model,
+            device_mesh=mesh,
+            init_seed=cfg.training.seed,
+            activation_checkpointing=cfg.training.activation_checkpointing,
+            **fsdp_options(cfg.parallel),
         )
         self.module = cast(nn.Module, self._model)
 
@@ -98,7 +117,7 @@ class ShardedModel:
 
 
 class ReplicatedModel:
-    """``strategy: ddp``: torch's DistributedDataParallel, with autocast for bf16."""
+    """``strategy: ddp``: torch's DistributedDataParallel, with autocast for bf16 and fp16."""
 
     sharded = False
 
@@ -107,10 +126,11 @@ class ReplicatedModel:
             logger.warning("parallel.reshard_after_forward has no effect with parallel.strategy=ddp")
         self.decayed = decayed_names(model)
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        from torchtitan_npu.fsdp import materialize
+        from torchtitan_npu.fsdp import materialize, recompute_activations
 
         self.module = materialize(model, cfg.training.seed)  # the values that strategy: fsdp starts from
-        self._autocast = cfg.parallel.dtype == "bf16"
+        recompute_activations(self.module, cfg.training.activation_checkpointing)
+        self._autocast_dtype = _AUTOCAST[cfg.parallel.dtype]
         self._ddp = DistributedDataParallel(
             self.module,
             bucket_cap_mb=cfg.parallel.bucket_cap_mb,
@@ -121,7 +141,8 @@ class ReplicatedModel:
             self._ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
+        dtype = self._autocast_dtype
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             return self._ddp(tokens_BT)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ from torchtitan_npu.train.loss import count_valid_labels, step_loss
 from torchtitan_npu.train.memory import memory_capacity_bytes, peak_resident_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
-from torchtitan_npu.train.parallelize import parallelize
+from torchtitan_npu.train.parallelize import make_scaler, parallelize
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
 from torchtitan_npu.train.setup import log_header, open_loader
@@ -58,6 +58,7 @@ class Trainer:
         # From here on the random state belongs to training; initialisation must not shift it.
         torch.manual_seed(cfg.training.seed + env.rank)
         self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg.training)
+        self.scaler = make_scaler(cfg, self.model)
         log_header(
             cfg,
             num_parameters=self.model.num_parameters,
@@ -126,9 +127,11 @@ class Trainer:
                 f"{first_sample}); the documents there have fewer than two tokens each"
             )
         loss_sum = self._accumulate_gradients(batches, valid_labels)
+        self.scaler.unscale_(self.optimizer)
+        overflow = self.scaler.overflowed(self.optimizer)
         grad_norm = self.model.clip_grad_norm(training.max_grad_norm)
         rows = gather_rows([loss_sum, grad_norm, peak_resident_bytes()])
-        self._check_finite(step, rows, first_sample)
+        self._check_finite(step, rows, first_sample, overflow=overflow)
 
         learning_rate = learning_rate_at(
             step,
@@ -139,7 +142,7 @@ class Trainer:
             shape=training.lr_schedule,
         )
         set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        self._update(step)
         self.optimizer.zero_grad()
         self.step = step
         self.tokens += self._tokens_per_step
@@ -147,13 +150,15 @@ class Trainer:
         return StepMetrics(
             step=step,
             loss=sum(row[0] for row in rows) / valid_labels,
-            grad_norm=grad_norm,
+            grad_norm=None if overflow else grad_norm,
             lr=learning_rate,
             tokens=self.tokens,
             step_time=time.monotonic() - start,
             data_time=data_seconds,
             comm_time=None if blocked is None or blocked_before is None else blocked - blocked_before,
             mem_bytes=int(max(row[2] for row in rows)),
+            loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            skipped_steps=self.scaler.skipped_steps if self.scaler.is_enabled() else None,
         )
 
     def _accumulate_gradients(self, batches: list[Batch], valid_labels: int) -> float:
@@ -163,13 +168,34 @@ class Trainer:
             with self.model.micro_batch(last=index == len(batches) - 1):
                 logits_BTV = self.model.forward(batch.inputs)
                 scaled, total = step_loss(logits_BTV, batch.labels, valid_labels=valid_labels, dp_degree=self.dp_degree)
-                scaled.backward()
+                self.scaler.scale(scaled).backward()
             loss_sum += float(total)
         return loss_sum
 
-    def _check_finite(self, step: int, rows: list[list[float]], first_sample: int) -> None:
+    def _update(self, step: int) -> None:
+        """The optimizer's step, unless the scaled gradients overflowed: then no rank changes its weights."""
+        scale, skipped = self.scaler.get_scale(), self.scaler.skipped_steps
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scaler.skipped_steps == skipped:
+            return
+        if self.scaler.get_scale() < 1:
+            raise TrainingError(
+                f"step {step}: the gradient overflows float16 even at loss scale {scale:g}, with every loss finite; "
+                "set parallel.dtype to bf16, which has the range of fp32, and start the same command again"
+            )
+        logger.warning(
+            "step %d: the gradient overflowed at loss scale %g, so no rank applied the update (%d skipped so far); the "
+            "loss scale is %g now",
+            step,
+            scale,
+            self.scaler.skipped_steps,
+            self.scaler.get_scale(),
+        )
+
+    def _check_finite(self, step: int, rows: list[list[float]], first_sample: int, *, overflow: bool) -> None:
         bad_loss = [rank for rank, row in enumerate(rows) if not math.isfinite(row[0])]
-        bad_norm = [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
+        bad_norm = [] if overflow else [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
         if not bad_loss and not bad_norm:
             return
         what = f"the loss on rank(s) {bad_loss}" if bad_loss else "the gradient (every loss is finite)"
@@ -213,6 +239,8 @@ class Trainer:
             self.loader.load_state_dict(state.data)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
+        if state.loss_scaler:
+            self.scaler.load_state_dict(state.loss_scaler)
         self.step, self.tokens = state.step, state.tokens
         logger.info(
             "resumed from %s: step %d of %d, %s tokens, global sample %s",
@@ -231,6 +259,7 @@ class Trainer:
             world_size=self.env.world_size,
             data=self.loader.state_dict(),
             config=to_dict(self.cfg),
+            loss_scaler=self.scaler.state_dict(),
         )
         try:
             self.last_checkpoint = save(

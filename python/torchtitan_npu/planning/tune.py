@@ -1,0 +1,176 @@
+"""Which ``bucket_cap_mb`` suits a configuration, this machine and this fabric: measures each with real steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_npu.config import Config
+from torchtitan_npu.launch import (
+    Environment,
+    connect,
+    disconnect,
+    gather_rows,
+    read_environment,
+    read_timeouts,
+    run_rank,
+    together,
+)
+from torchtitan_npu.models import build_model
+from torchtitan_npu.ops import cross_entropy
+from torchtitan_npu.planning.fabric import Fabric, measure_fabric, probe_sizes
+from torchtitan_npu.planning.memory import estimate_memory, format_bytes, plan_fsdp
+from torchtitan_npu.planning.options import fsdp_options
+from torchtitan_npu.planning.process_memory import available_bytes
+from torchtitan_npu.planning.traffic import planned_traffic
+from torchtitan_npu.planning.tune_measure import measure_in_turns
+from torchtitan_npu.planning.tune_report import Candidate, Prediction, cap_name, predict, recommend, report
+
+if TYPE_CHECKING:
+    from torchtitan_npu.fsdp import FSDPPlan
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.8
+"""Of what is available; the rest is for the program itself and for what the estimate leaves out."""
+MIB = 1024**2
+
+
+class TuneError(RuntimeError):
+    """Tuning cannot start or go on; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class TuneArgs:
+    """What the command line asks for beside the configuration."""
+
+    caps: tuple[float | None, ...]
+    """MiB, each once; None is one bucket per unit."""
+    steps: int
+    """Timed steps of each cap."""
+    predict_ranks: tuple[int, ...]
+    output_dir: Path
+
+
+def run(cfg: Config, args: TuneArgs) -> int:
+    """Tune in this process as one rank; return the exit status. Failures are reported as those of training."""
+    env = read_environment()
+    try:
+        return run_rank(lambda: _run(cfg, args, env), env)
+    finally:
+        disconnect()
+
+
+def _run(cfg: Config, args: TuneArgs, env: Environment) -> int:
+    connect(env, read_timeouts())
+    if args.predict_ranks and env.world_size < 2:
+        raise TuneError(
+            "--predict_ranks needs a measured fabric, and one rank sends nothing: start two or more through torchrun"
+        )
+    together(lambda: args.output_dir.mkdir(parents=True, exist_ok=True) if env.rank == 0 else None)
+    cfg, layers_note = _fit(cfg, env)
+    logger.info(
+        "tuning %s on %d rank(s): %s; %d caps x %d timed steps of %d micro-batch(es) of %d x %d tokens",
+        cfg.model.name,
+        env.world_size,
+        layers_note,
+        len(args.caps),
+        args.steps,
+        cfg.training.gradient_accumulation_steps,
+        cfg.training.batch_size,
+        cfg.training.seq_len,
+    )
+    by_name = {cap_name(cap): cap for cap in args.caps}
+    configs = {name: _with_cap(cfg, cap) for name, cap in by_name.items()}
+    plans = {name: plan_fsdp(config, env.world_size) for name, config in configs.items()}
+    logging.getLogger("torchtitan_npu.fsdp").setLevel(logging.WARNING)  # one line per model; there are many here
+    fabric = _measure_fabric(cfg, list(plans.values()), env)
+
+    def trial_of(config: Config) -> ConfiguredModel:
+        return ConfiguredModel(config, env.rank)
+
+    makers = {name: (lambda config=config: trial_of(config)) for name, config in configs.items()}
+    measured = measure_in_turns(makers, args.steps, cfg.training.seed)
+    micro_batches = cfg.training.gradient_accumulation_steps
+    candidates = [
+        Candidate(by_name[name], plans[name], planned_traffic(plans[name], micro_batches), measured[name])
+        for name in by_name
+    ]
+    predictions: list[Prediction] = []
+    for ranks in args.predict_ranks:
+        for candidate in candidates:
+            assert fabric is not None
+            plan = plan_fsdp(_with_cap(cfg, candidate.cap_mb), ranks)
+            predictions.append(predict(candidate, fabric, plan, planned_traffic(plan, micro_batches)))
+    if env.rank == 0:
+        report(cfg, candidates, recommend(candidates), fabric, predictions, layers_note, args.output_dir)
+    gather_rows([0.0])  # no rank leaves while another may still need it
+    return 0
+
+
+def _with_cap(cfg: Config, cap_mb: float | None) -> Config:
+    return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, bucket_cap_mb=cap_mb))
+
+
+def _fit(cfg: Config, env: Environment) -> tuple[Config, str]:
+    """The configuration with as many of its layers as this machine's memory holds, and what that was, in words."""
+    here = int(min(row[0] for row in gather_rows([float(available_bytes())])))
+    share = int(MEMORY_SHARE * here) // env.local_world_size
+    share = int(min(row[0] for row in gather_rows([float(share)])))
+    all_layers = cfg.model.n_layers
+    for layers in range(all_layers, 0, -1):
+        fitted = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, n_layers=layers))
+        needed = estimate_memory(fitted, env.world_size).total
+        if needed <= share:
+            if layers == all_layers:
+                return fitted, f"all {layers} layers"
+            return fitted, f"{layers} of {all_layers} layers, which is what {format_bytes(share)} per rank hold"
+    raise TuneError(
+        f"even one layer of {cfg.model.name} needs about {format_bytes(needed)} per rank, and {format_bytes(share)} "
+        f"({MEMORY_SHARE:.0%} of what is available, over {env.local_world_size} rank(s) of a machine) are there: lower "
+        "training.batch_size or training.seq_len, or start more ranks"
+    )
+
+
+def _measure_fabric(cfg: Config, plans: list[FSDPPlan], env: Environment) -> Fabric | None:
+    if env.world_size < 2:
+        return None
+    largest = max(max(planned_traffic(plan).gathers) for plan in plans)
+    largest = min(largest, 64 * MIB)
+    return measure_fabric(probe_sizes(largest), **fsdp_options(cfg.parallel))
+
+
+class ConfiguredModel:
+    """The model of a configuration under FSDP, with its optimizer, trained on random tokens."""
+
+    def __init__(self, cfg: Config, rank: int) -> None:
+        from torchtitan_npu.fsdp import FSDP
+
+        with torch.device("meta"):
+            model = build_model(cfg.model, document_mask=cfg.data.document_mask)
+        self._cfg = cfg.training
+        # FSDP returns the module that it was given, extended.
+        self._model: Any = FSDP(model, init_seed=cfg.training.seed, **fsdp_options(cfg.parallel))  # type: ignore[call-arg]
+        self.model = cast(nn.Module, self._model)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=cfg.training.learning_rate, fused=True)
+        shape = (cfg.training.batch_size, cfg.training.seq_len + 1)
+        generator = torch.Generator().manual_seed(cfg.training.seed + rank)
+        self._tokens_BT: Tensor = torch.randint(cfg.model.vocab_size, shape, generator=generator)
+
+    def step(self) -> None:
+        """Forward and backward of every micro-batch, clipping, optimizer, as in training."""
+        inputs_BT, labels_BT = self._tokens_BT[:, :-1], self._tokens_BT[:, 1:]
+        scale = 1 / (labels_BT.numel() * self._cfg.gradient_accumulation_steps)
+        for _ in range(self._cfg.gradient_accumulation_steps):
+            loss = cross_entropy(self._model(inputs_BT), labels_BT) * scale
+            loss.backward()
+        if self._cfg.max_grad_norm is not None:
+            self._model.clip_grad_norm_(self._cfg.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
