@@ -4,10 +4,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "host/host_device.h"
 #include "torch/c10d_communicator.h"
+#include "torch/hybrid_communicator.h"
 
 namespace py = pybind11;
 
@@ -19,4 +22,16 @@ void bind_c10d(py::module_& m) {
            py::arg("gathers"), py::arg("reductions"), py::kw_only(), py::arg("device"), py::arg("timeout_seconds"),
            py::arg("global_ranks") = std::vector<int>(), py::call_guard<py::gil_scoped_release>(),
            "`device`: where parameters and gradients live.");
+  py::class_<tt::HybridCommunicator, tt::runtime::Communicator, std::shared_ptr<tt::HybridCommunicator>>(
+      m, "HybridCommunicator",
+      "Collectives of a sharded model with replicas. `inner`: inside this rank's replica; `between`: the group of the "
+      "ranks that hold the same shard, `global_ranks` by name; `board`: a store of this model's own.")
+      .def(py::init([](std::shared_ptr<tt::runtime::Communicator> inner, tt::HybridCommunicator::Group between,
+                       std::vector<int> global_ranks, c10::intrusive_ptr<c10d::Store> board) {
+             return std::make_shared<tt::HybridCommunicator>(std::move(inner), std::move(between),
+                                                             std::move(global_ranks), std::move(board),
+                                                             std::make_shared<tt::host::HostDevice>());
+           }),
+           py::arg("inner"), py::arg("between"), py::arg("global_ranks"), py::arg("board"))
+      .def_property_readonly("replicas", &tt::HybridCommunicator::replicas);
 }

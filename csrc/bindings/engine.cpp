@@ -29,8 +29,8 @@ using tt::fsdp::Schedule;
 using tt::fsdp::ShardPlan;
 
 // `owner` is a weak reference to a Python object with methods _expose(unit, gathered), _prepare(unit),
-// _wrap_gradient(tensor) and
-// _log(message): the engine must not keep the module tree alive that keeps the engine alive.
+// _wrap_gradient(param, tensor) and _log(message): the engine must not keep the module tree alive that keeps the engine
+// alive.
 tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   const auto held = std::shared_ptr<py::weakref>(new py::weakref(owner), [](py::weakref* reference) {
     const py::gil_scoped_acquire gil;
@@ -51,11 +51,11 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
   callbacks.expose = [call](std::int32_t unit, bool gathered) { call("_expose", unit, gathered); };
   callbacks.prepare = [call](std::int32_t unit) { call("_prepare", unit); };
   callbacks.log = [call](const std::string& message) { call("_log", message); };
-  callbacks.wrap_gradient = [held](const at::Tensor& gradient) {
+  callbacks.wrap_gradient = [held](std::int32_t param, const at::Tensor& gradient) {
     const py::gil_scoped_acquire gil;
     try {
       const py::object target = (*held)();
-      return target.is_none() ? gradient : py::cast<at::Tensor>(target.attr("_wrap_gradient")(gradient));
+      return target.is_none() ? gradient : py::cast<at::Tensor>(target.attr("_wrap_gradient")(param, gradient));
     } catch (py::error_already_set& error) {
       throw tt::Error(error.what());
     }
@@ -72,11 +72,12 @@ tt::EngineCallbacks callbacks_to(const py::weakref& owner) {
 }
 
 Schedule make_schedule(std::vector<bool> reshard_after_forward, std::int32_t nesting, std::int32_t prefetch,
-                       std::optional<tt::DType> reduce_dtype) {
+                       std::optional<tt::DType> reduce_dtype, std::int32_t replicas) {
   Schedule schedule;
   schedule.reshard_after_forward = std::move(reshard_after_forward);
   schedule.nesting = nesting;
   schedule.prefetch = prefetch;
+  schedule.replicas = replicas;
   schedule.has_reduce_dtype = reduce_dtype.has_value();
   schedule.reduce_dtype = reduce_dtype.value_or(tt::DType::kFloat32);
   return schedule;
@@ -90,14 +91,15 @@ void bind_engine(py::module_& m) {
   py::class_<Schedule>(m, "Schedule",
                        "How units are used over time: the part of the memory plan that shapes do not give.")
       .def(py::init(&make_schedule), py::kw_only(), py::arg("reshard_after_forward"), py::arg("nesting") = 1,
-           py::arg("prefetch") = 1, py::arg("reduce_dtype") = py::none());
+           py::arg("prefetch") = 1, py::arg("reduce_dtype") = py::none(), py::arg("replicas") = 1);
 
-  py::class_<Arena>(m, "Arena", "Sizes of gather and reduce memory, in bytes. Needs no device.")
+  py::class_<Arena>(m, "Arena", "Sizes of gather, reduce and staging memory, in bytes. Needs no device.")
       .def(py::init<const ShardPlan&, const Schedule&>(), py::arg("plan"), py::arg("schedule"))
       .def_property_readonly("gather_bytes", &Arena::gather_bytes)
       .def_property_readonly("gather_reserved_bytes", &Arena::gather_reserved_bytes)
       .def_property_readonly("reduce_bytes", &Arena::reduce_bytes)
       .def_property_readonly("reduce_reserved_bytes", &Arena::reduce_reserved_bytes)
+      .def_property_readonly("staging_bytes", &Arena::staging_bytes)
       .def("wire_dtype", &Arena::wire_dtype, py::arg("bucket"));
 
   py::class_<EngineCounters>(m, "EngineCounters")

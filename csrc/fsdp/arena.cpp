@@ -25,6 +25,9 @@ Arena::Arena(const ShardPlan& plan, const Schedule& schedule) {
     throw ValueError(str("reshard_after_forward has ", schedule.reshard_after_forward.size(), " entries for ",
                          units.size(), " units"));
   }
+  if (schedule.replicas < 1) {
+    throw ValueError(str("replicas must be >= 1, got ", schedule.replicas));
+  }
   if (schedule.prefetch < 0 || schedule.nesting < 1) {
     throw ValueError(str("prefetch must be >= 0 and nesting >= 1, got ", schedule.prefetch, " and ", schedule.nesting));
   }
@@ -133,6 +136,46 @@ Arena::Arena(const ShardPlan& plan, const Schedule& schedule) {
     }
   }
   reduce_reserved_bytes_ = cursor;
+
+  for (const bool own_slots : {false, true}) {
+    for (std::size_t u = units.size(); u-- > 0;) {
+      const auto& of_unit = plan.unit_buckets()[u];
+      for (auto b = of_unit.rbegin(); b != of_unit.rend(); ++b) {
+        if (is_reduced(buckets[static_cast<std::size_t>(*b)]) && (own_slot(*b) >= 0) == own_slots) {
+          reduce_order_.push_back(*b);
+        }
+      }
+    }
+  }
+  if (schedule.replicas > 1) {
+    lay_out_staging(plan, schedule.replicas);
+  }
+}
+
+void Arena::lay_out_staging(const ShardPlan& plan, std::int32_t replicas) {
+  staging_.resize(plan.buckets().size());
+  std::size_t largest = 0;
+  std::size_t total = 0;
+  for (const std::int32_t b : reduce_order_) {
+    const auto& bucket = plan.buckets()[static_cast<std::size_t>(b)];
+    const std::size_t numel =
+        runtime::staged_numel(static_cast<std::size_t>(bucket.shard_numel), bucket.params.size(), replicas);
+    const std::size_t bytes = align_up(numel * size_of(runtime::sum_dtype(wire_dtype(b))));
+    staging_[static_cast<std::size_t>(b)].bytes = bytes;
+    largest = std::max(largest, bytes);
+    total += bytes;
+  }
+  // One travels while the next is summed.
+  staging_bytes_ = std::min(total, 2 * largest);
+  std::size_t cursor = 0;
+  for (const std::int32_t b : reduce_order_) {
+    auto& staging = staging_[static_cast<std::size_t>(b)];
+    if (cursor + staging.bytes > staging_bytes_) {
+      cursor = 0;
+    }
+    staging.offset = cursor;
+    cursor += staging.bytes;
+  }
 }
 
 }  // namespace tt::fsdp

@@ -8,6 +8,8 @@
 //   own slots        for buckets of units with an own place, which fill up all through the backward
 //   rotating slots   a few, each as large as the largest other bucket
 //   overflow slots   one per other bucket, address space only
+// Staging memory holds the sums of a replica while they are added to those of the others. It is a ring: buckets are
+// staged in one order, each always at the same offset, and a bucket waits until those before it have left its bytes.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "fsdp/shard_plan.h"
+#include "runtime/communicator.h"
 
 namespace tt::fsdp {
 
@@ -26,6 +29,7 @@ struct Schedule {
   std::int32_t prefetch = 1;                // units gathered ahead of use
   DType reduce_dtype = DType::kFloat32;     // sum dtype asked for; the wire is the narrower of it and param_dtype
   bool has_reduce_dtype = false;            // false: each bucket's param_dtype
+  std::int32_t replicas = 1;                // copies of the sharded model; their gradients are averaged, too
 };
 
 struct Slot {
@@ -58,8 +62,17 @@ class Arena {
   DType wire_dtype(std::int32_t bucket) const { return wire_dtype_[static_cast<std::size_t>(bucket)]; }
   std::size_t reduce_bytes() const { return reduce_bytes_; }
   std::size_t reduce_reserved_bytes() const { return reduce_reserved_bytes_; }
+  // Reduced buckets in the order in which a chain of units finishes them: units last to first, those with slots of
+  // their own at the end.
+  const std::vector<std::int32_t>& reduce_order() const { return reduce_order_; }
+
+  // ---- staging memory: empty with one replica
+  const std::vector<runtime::Region>& staging() const { return staging_; }
+  std::size_t staging_bytes() const { return staging_bytes_; }
 
  private:
+  void lay_out_staging(const ShardPlan& plan, std::int32_t replicas);
+
   std::vector<Slot> places_;
   std::vector<std::int32_t> own_place_;
   std::vector<std::int32_t> overflow_place_;
@@ -77,6 +90,9 @@ class Arena {
   std::vector<DType> wire_dtype_;
   std::size_t reduce_bytes_ = 0;
   std::size_t reduce_reserved_bytes_ = 0;
+  std::vector<std::int32_t> reduce_order_;
+  std::vector<runtime::Region> staging_;
+  std::size_t staging_bytes_ = 0;
 };
 
 // Whether a bucket takes part in reductions.

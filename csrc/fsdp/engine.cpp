@@ -35,6 +35,8 @@ runtime::MemoryLayout layout_of(const ShardPlan& plan, const Arena& arena) {
   for (const auto& unit : plan.units()) {
     layout.unit_names.push_back(unit.name);
   }
+  layout.staging_bytes = arena.staging_bytes();
+  layout.staging = arena.staging();
   const auto beyond = [](const std::vector<Slot>& all, std::size_t planned) {
     std::vector<runtime::Region> regions;
     for (const auto& slot : all) {

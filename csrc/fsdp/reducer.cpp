@@ -28,7 +28,8 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
       buckets_(plan.buckets().size()),
       summed_(device),
       index_in_bucket_(plan.params().size(), 0),
-      expected_(plan.units().size(), 0) {
+      expected_(plan.units().size(), 0),
+      launch_order_(arena.reduce_order()) {
   for (std::size_t slot = 0; slot < arena.slots().size(); ++slot) {
     slots_.emplace_back(device);
   }
@@ -43,27 +44,13 @@ Reducer::Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& sche
       index_in_bucket_[static_cast<std::size_t>(params[i])] = i;
     }
   }
-  // The order in which a chain of units runs backward; buckets that fill up all through the backward come last.
-  for (const bool own_slots : {false, true}) {
-    for (std::size_t u = plan.units().size(); u-- > 0;) {
-      const auto& of_unit = plan.unit_buckets()[u];
-      for (auto b = of_unit.rbegin(); b != of_unit.rend(); ++b) {
-        if (is_reduced(spec(*b)) && (arena.own_slot(*b) >= 0) == own_slots) {
-          launch_order_.push_back(*b);
-        }
-      }
-    }
-  }
 }
 
 std::byte* Reducer::slot_memory(std::int32_t slot) const {
   return comm_.reduce_memory(arena_.slots()[static_cast<std::size_t>(slot)].offset);
 }
 
-DType Reducer::accumulate_dtype(std::int32_t bucket) const {
-  const DType wire = arena_.wire_dtype(bucket);
-  return size_of(wire) < 4 ? DType::kFloat32 : wire;
-}
+DType Reducer::accumulate_dtype(std::int32_t bucket) const { return runtime::sum_dtype(arena_.wire_dtype(bucket)); }
 
 void Reducer::begin_round(bool reduce) {
   TT_CHECK(!active_, "round ", round_, " is still in progress");
@@ -317,8 +304,24 @@ void Reducer::progress() {
       launched_.erase(launched_.begin() + static_cast<std::ptrdiff_t>(i));
       sum(bucket);
     } else {
+      // Read by all ranks that it is shared with, while its sum travels on.
+      auto& b = state(bucket);
+      if (b.slot >= 0 && comm_.contribution_is_free(static_cast<std::uint32_t>(bucket), round_)) {
+        const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+        leave_slot(b);
+      }
       ++i;
     }
+  }
+}
+
+// In the reduce lane: what was submitted there before reads the slot.
+void Reducer::leave_slot(BucketState& b) {
+  if (b.slot >= 0) {
+    auto& s = slots_[static_cast<std::size_t>(b.slot)];
+    s.taken = false;
+    s.read.record();
+    b.slot = -1;
   }
 }
 
@@ -332,13 +335,13 @@ void Reducer::sum(std::int32_t bucket) {
     std::vector<const std::byte*> sources(segments.size());
     const DType master = spec(bucket).master_dtype;
     runtime::SumSpec how;
-    how.wire = arena_.wire_dtype(bucket);
+    how.wire = comm_.segment_dtype(arena_.wire_dtype(bucket));
     how.result = master;
     how.round_to = schedule_.has_reduce_dtype ? schedule_.reduce_dtype : spec(bucket).param_dtype;
     if (size_of(how.round_to) >= size_of(master)) {
       how.round_to = master;
     }
-    how.divisor = plan_.world_size();
+    how.divisor = static_cast<double>(plan_.world_size()) * comm_.replicas();
     std::byte* shard = client_.gradient_shard(bucket);
     const auto& params = spec(bucket).params;
     for (std::size_t i = 0; i < params.size(); ++i) {
@@ -358,11 +361,7 @@ void Reducer::sum(std::int32_t bucket) {
     }
   }
   comm_.finish_reduce(id, round_);
-  if (b.slot >= 0) {
-    auto& s = slots_[static_cast<std::size_t>(b.slot)];
-    s.taken = false;
-    s.read.record();
-  }
+  leave_slot(b);
   b.state = State::kSummed;
 }
 

@@ -23,7 +23,7 @@ struct GradientDestination {
 
 class Reducer {
  public:
-  // `divisor`: number of ranks whose gradients are averaged. All references must outlive the reducer.
+  // All references must outlive the reducer.
   Reducer(const ShardPlan& plan, const Arena& arena, const Schedule& schedule, runtime::Communicator& comm,
           runtime::Device& device, EngineClient& client);
 
@@ -77,6 +77,7 @@ class Reducer {
   void launch_complete(std::int32_t bucket);
   void launch_in_order();
   void sum(std::int32_t bucket);
+  void leave_slot(BucketState& bucket);
   void reset_round();
   std::byte* slot_memory(std::int32_t slot) const;
   DType accumulate_dtype(std::int32_t bucket) const;
@@ -102,7 +103,7 @@ class Reducer {
   runtime::Mark summed_;                      // the last sum of a round
   std::vector<std::size_t> index_in_bucket_;  // per parameter
   std::vector<std::uint64_t> expected_;       // per unit: the last round that expect() was called in
-  std::vector<std::int32_t> launch_order_;    // reduced buckets: units last to first, those with own slots at the end
+  std::vector<std::int32_t> launch_order_;    // Arena::reduce_order()
   std::size_t next_launch_ = 0;
   std::deque<std::int32_t> launched_;  // not yet summed, in launch order
   std::uint64_t round_ = 0;

@@ -367,7 +367,7 @@ constexpr void fill_pair(KernelTable& table) {
   constexpr DType kDstType = static_cast<DType>(kDst), kSrcType = static_cast<DType>(kSrc);
   if constexpr (kDst != kSrc) table.cast[kDst][kSrc] = &move<kDstType, kSrcType, false>;
   table.add[kDst][kSrc] = &move<kDstType, kSrcType, true>;
-  if constexpr (kDst == kSrc || kDstType == DType::kFloat32 || kDstType == DType::kFloat64) {
+  if constexpr (kDst == kSrc || kDstType == DType::kFloat32 || kDstType == DType::kFloat64 || size_of(kSrcType) > 2) {
     table.sum[kDst][kSrc] = &sum<kDstType, kSrcType>;
   }
 }

@@ -37,7 +37,7 @@ struct Segments {
   std::size_t shard_bytes = 0;
 };
 
-// Part of gather or reduce memory.
+// Part of gather, reduce or staging memory.
 struct Region {
   std::size_t offset = 0;
   std::size_t bytes = 0;
@@ -57,7 +57,19 @@ struct MemoryLayout {
   std::vector<Region> gather_overflow = {};
   std::vector<Region> reduce_overflow = {};
   std::vector<std::uint32_t> bucket_units = {};  // for messages: unit of each bucket, or empty
+  std::size_t staging_bytes = 0;                 // private memory of each rank; 0 with one replica
+  // Per bucket, in that memory: where its sum travels between replicas. Buckets may overlap; 0 bytes: never reduced.
+  std::vector<Region> staging = {};
 };
+
+// What gradients of `wire` are added up in.
+constexpr DType sum_dtype(DType wire) { return size_of(wire) < 4 ? DType::kFloat32 : wire; }
+
+// Elements of sum_dtype that a bucket's shard takes between replicas: itself, one flag per parameter, and two values
+// per replica that say what it sends.
+constexpr std::size_t staged_numel(std::size_t shard_numel, std::size_t params, int replicas) {
+  return shard_numel + params + 2 * static_cast<std::size_t>(replicas);
+}
 
 inline constexpr std::size_t kNoGradient = ~std::size_t{0};
 
@@ -78,6 +90,8 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual const char* name() const = 0;  // "shared memory", "c10d": for logs
+  // Copies of the sharded model; one reduction adds up the gradients of size() * replicas() ranks.
+  virtual int replicas() const { return 1; }
 
   // Collective; called once, before anything below.
   virtual void allocate(const MemoryLayout& layout) = 0;
@@ -118,6 +132,8 @@ class Communicator {
   virtual std::vector<std::uint64_t> reported_anywhere(std::uint32_t bucket, std::uint64_t round) = 0;
   // Once ready: pointers to my segment in each rank's contribution, in rank order; null where a rank has none.
   virtual std::vector<const std::byte*> my_segment_everywhere(std::uint32_t bucket, std::uint64_t round) = 0;
+  // Element type of these segments, for contributions of `wire`; wider where they are sums already.
+  virtual DType segment_dtype(DType wire) const { return wire; }
   // I have read all that I need of (bucket, round).
   virtual void finish_reduce(std::uint32_t bucket, std::uint64_t round) = 0;
   // Whether all ranks have finished with my contribution, so that its memory may be written again.

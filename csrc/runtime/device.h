@@ -22,7 +22,7 @@ namespace tt::runtime {
 // float32 (float64 for float64 sources).
 struct SumSpec {
   DType wire;      // element type of the sources
-  DType result;    // element type of dst: kFloat32 or kFloat64, or equal to `wire`
+  DType result;    // element type of dst; a 16-bit one only if `wire` is the same or wider
   DType round_to;  // reduce_dtype: the quotient is rounded to it before it is stored; equal to `result` for no rounding
   double divisor = 1;       // number of ranks that share the average
   bool accumulate = false;  // add to what dst holds instead of replacing it

@@ -109,7 +109,8 @@ void TorchDevice::sum(std::byte* dst, std::span<const std::byte* const> sources,
   if (in_place) {
     return;
   }
-  if (spec.round_to != spec.result) {
+  // Storing rounds to the result's type anyway; adding needs the rounded quotient.
+  if (spec.round_to != spec.result || spec.accumulate) {
     total = total.to(to_torch(spec.round_to));
   }
   if (spec.accumulate) {

@@ -28,6 +28,10 @@ TorchEngine::TorchEngine(std::shared_ptr<const fsdp::ShardPlan> plan, const fsdp
   if (comm_->size() != plan_->world_size()) {
     throw ValueError(str("the plan is for ", plan_->world_size(), " ranks, the communicator has ", comm_->size()));
   }
+  if (comm_->replicas() != schedule.replicas) {
+    throw ValueError(
+        str("the schedule is for ", schedule.replicas, " replicas, the communicator has ", comm_->replicas()));
+  }
   for (std::size_t b = 0; b < plan_->buckets().size(); ++b) {
     const auto& bucket = plan_->buckets()[b];
     const auto& unit = plan_->units()[static_cast<std::size_t>(bucket.unit)].name;
@@ -276,7 +280,7 @@ std::byte* TorchEngine::gradient_shard(std::int32_t bucket) {
       auto& p = params_[static_cast<std::size_t>(param)];
       const auto piece = plan_->piece(param, comm_->rank());
       p.gradient_view =
-          callbacks_.wrap_gradient(gradient.narrow(0, piece.shard_offset, piece.numel).view(p.sharded.sizes()));
+          callbacks_.wrap_gradient(param, gradient.narrow(0, piece.shard_offset, piece.numel).view(p.sharded.sizes()));
     }
   }
   return static_cast<std::byte*>(gradient.mutable_data_ptr());

@@ -23,8 +23,9 @@ struct EngineCallbacks {
   std::function<void(std::int32_t unit, bool gathered)> expose;
   std::function<void(std::int32_t unit)> prepare;  // before a forward of the unit by itself
   std::function<void(const std::string& message)> log;
-  std::function<at::Tensor(const at::Tensor& gradient)> wrap_gradient;  // what users see as .grad of a piece
-  std::function<void()> check_signals;                                  // throws on Ctrl-C
+  // What users see as .grad of a piece.
+  std::function<at::Tensor(std::int32_t param, const at::Tensor& gradient)> wrap_gradient;
+  std::function<void()> check_signals;  // throws on Ctrl-C
 };
 
 class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_this<TorchEngine> {

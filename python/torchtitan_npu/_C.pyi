@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from weakref import ReferenceType
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 class Error(RuntimeError):
     """A failure inside the native core."""
@@ -294,6 +294,19 @@ class C10dCommunicator(Communicator):
     ) -> None:
         """``device``: where parameters and gradients live."""
 
+class HybridCommunicator(Communicator):
+    """Collectives of a sharded model with replicas.
+
+    ``inner``: inside this rank's replica; ``between``: the group of the ranks that hold the same shard,
+    ``global_ranks`` by name; ``board``: a store of this model's own.
+    """
+
+    def __init__(
+        self, inner: Communicator, between: ProcessGroup, global_ranks: Sequence[int], board: Store
+    ) -> None: ...
+    @property
+    def replicas(self) -> int: ...
+
 # ---- engine.cpp ------------------------------------------------------------------------------------------------------
 
 class Schedule:
@@ -306,10 +319,11 @@ class Schedule:
         nesting: int = 1,
         prefetch: int = 1,
         reduce_dtype: DType | None = None,
+        replicas: int = 1,
     ) -> None: ...
 
 class Arena:
-    """Sizes of gather and reduce memory, in bytes. Needs no device."""
+    """Sizes of gather, reduce and staging memory, in bytes. Needs no device."""
 
     def __init__(self, plan: ShardPlan, schedule: Schedule) -> None: ...
     @property
@@ -322,6 +336,9 @@ class Arena:
         """Per rank."""
     @property
     def reduce_reserved_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int:
+        """Per rank; 0 with one replica."""
     def wire_dtype(self, bucket: int) -> DType: ...
 
 class EngineCounters:
@@ -365,7 +382,7 @@ class Engine:
         device: torch.device,
     ) -> None:
         """``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)``,
-        ``_wrap_gradient(tensor)`` and
+        ``_wrap_gradient(param, tensor)`` and
         ``_log(message)``.
         """
     def master(self, bucket: int) -> torch.Tensor:

@@ -30,9 +30,9 @@ class Model(SmallModel):
         return super().forward(tokens) * self.gain + self.empty.sum()
 
 
-def save(path: str, cap: float | None) -> dict[str, Any]:
+def save(path: str, cap: float | None, **options: Any) -> dict[str, Any]:
     """Trains, saves model and optimizer; the plain model's values."""
-    twin = Twin(Model, batches=lambda step, rank: tokens_for(step, 0), bucket_cap_mb=cap)
+    twin = Twin(Model, batches=lambda step, rank: tokens_for(step, 0), bucket_cap_mb=cap, **options)
     optimizer = torch.optim.AdamW(twin.model.parameters(), lr=1e-2)
     other = torch.optim.AdamW(twin.plain.parameters(), lr=1e-2)
     for step in range(2):
@@ -50,10 +50,10 @@ def save(path: str, cap: float | None) -> dict[str, Any]:
     return values
 
 
-def load(path: str, cap: float | None, values: dict[str, Any]) -> None:
+def load(path: str, cap: float | None, values: dict[str, Any], **options: Any) -> None:
     """Loads into a model of other first values, compares, and trains on."""
     torch.manual_seed(7)
-    model = FSDP(Model(), bucket_cap_mb=cap)
+    model = FSDP(Model(), bucket_cap_mb=cap, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

@@ -201,7 +201,7 @@ def test_models_over_different_groups_are_clipped_one_by_one() -> None:
     groups = [dist.new_group([0, 1]), alone]
     models = [FSDP(nn.Linear(DIM, DIM)) for _ in groups]
     for model, group in zip(models, groups, strict=True):
-        model._fsdp_state.gradients.process_group = group
+        model._fsdp_state.gradients.process_groups = (group,)
         model(floats_for(0, 0)).sum().backward()
     parameters = [p for model in models for p in model.parameters()]
     with pytest.raises(

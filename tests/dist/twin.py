@@ -74,7 +74,11 @@ def part_of(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
 
 
 class Twin:
-    """``model`` is wrapped with ``options``; ``plain`` has the same first values."""
+    """``model`` is wrapped with ``options``; ``plain`` has the same first values.
+
+    With a 2-D ``device_mesh`` (a list of rows), plain gradients are added up row by row first, as replicas do: for two
+    rows this is bit for bit what the wrapped model does.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,9 @@ class Twin:
     ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.loss, self.batches = loss, batches
+        mesh = options.get("device_mesh")
+        two_levels = isinstance(mesh, list) and isinstance(mesh[0], list)
+        self.rows: list[list[int]] = mesh if two_levels else [list(range(self.size))]  # type: ignore[assignment]
         torch.manual_seed(0)
         self.plain = make()
         torch.manual_seed(0)
@@ -105,16 +112,20 @@ class Twin:
         mine = torch.zeros(())
         for step in steps:
             average: dict[str, torch.Tensor] = {}
-            for rank in range(self.size):
-                self.plain.zero_grad()
-                loss = self.loss(self.plain, self.batches(step, rank))
-                if loss.requires_grad:
-                    loss.backward()
-                if rank == self.rank:
-                    mine = loss.detach()
-                for name, p in self.plain.named_parameters():
-                    if p.grad is not None:
-                        average[name] = average[name] + p.grad if name in average else p.grad.clone()
+            for row in self.rows:
+                of_row: dict[str, torch.Tensor] = {}
+                for rank in row:
+                    self.plain.zero_grad()
+                    loss = self.loss(self.plain, self.batches(step, rank))
+                    if loss.requires_grad:
+                        loss.backward()
+                    if rank == self.rank:
+                        mine = loss.detach()
+                    for name, p in self.plain.named_parameters():
+                        if p.grad is not None:
+                            of_row[name] = of_row[name] + p.grad if name in of_row else p.grad.clone()
+                for name, gradient in of_row.items():
+                    average[name] = average[name] + gradient if name in average else gradient
             for name, gradient in average.items():
                 gradient = gradient / self.size
                 total[name] = total[name] + gradient if name in total else gradient

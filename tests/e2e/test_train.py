@@ -100,6 +100,21 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(
     assert [loss for loss, _ in one.losses()] == pytest.approx([loss for loss, _ in two.losses()[3:]], rel=1e-5)
 
 
+def test_replicas_of_a_sharded_model(make_workspace: Callable[..., Workspace], sharded: tuple[Workspace, str]) -> None:
+    """``strategy: hsdp`` on 2 x 2 ranks: 4 x 2 sequences a step are the 2 x 2 x 2 of ``sharded``. It continues bit by
+    bit.
+    """
+    hybrid = ["--parallel.strategy", "hsdp", "--parallel.replicate_degree", "2"]
+    four = [*hybrid, "--training.gradient_accumulation_steps", "1"]
+    whole, rest = (make_workspace(name, *four) for name in ("whole", "rest"))
+    result = whole.train(ranks=4)
+    assert result.returncode == 0, result.stderr
+    assert "2 x 2 ranks" in result.stdout + result.stderr
+    assert [loss for loss, _ in whole.losses()] == pytest.approx([loss for loss, _ in sharded[0].losses()], rel=1e-5)
+    _continued(rest, whole.checkpoints / "step-00000003", ranks=4)
+    assert rest.losses() == whole.losses()[3:]
+
+
 def test_result_does_not_depend_on_ranks_or_how_the_batch_is_cut(
     make_workspace: Callable[..., Workspace], sharded: tuple[Workspace, str]
 ) -> None:

@@ -258,6 +258,16 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
             "parallel.reduce_dtype",
             "'bf16' must be fp32 where parallel.strategy is ddp",
         ),
+        (
+            {"parallel": {"replicate_degree": 2}},
+            "parallel.replicate_degree",
+            "2 must be 1 where parallel.strategy is not hsdp; parallel.strategy is 'fsdp' (the default)",
+        ),
+        (
+            {"parallel": {"strategy": "hsdp", "replicate_degree": 3, "dp_degree": 4}},
+            "parallel.replicate_degree",
+            "3 must divide parallel.dp_degree",
+        ),
         ({"data": {"append_eos": True}}, "data.append_eos", "true needs data.eos_id"),
         ({"data": {"append_eos": True, "eos_id": 320}}, "data.eos_id", "320 must be < model.vocab_size"),
     ],
@@ -284,7 +294,6 @@ def test_a_rule_is_not_checked_on_invalid_values(tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("parallel.tp_degree", 2),
-        ("parallel.strategy", "hsdp"),
         ("training.checkpoint.save_interval_minutes", 5),
         ("data.document_mask", True),
         ("data.num_workers", 1),
@@ -419,6 +428,15 @@ def test_world_size() -> None:
     )
     with pytest.raises(ConfigError, match="WORLD_SIZE: 0 is out of range"):
         validate_world(four, 0)
+    hybrid = config_from_dict(small(parallel={"strategy": "hsdp", "replicate_degree": 2}))
+    assert configured_world_size(hybrid) == 2
+    degrees = validate_world(hybrid, 6)
+    assert (degrees.dp, degrees.replicate, degrees.shard) == (6, 2, 3)
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.replicate_degree: 2 must divide the data-parallel degree, which is 5 \(WORLD_SIZE 5",
+    ):
+        validate_world(hybrid, 5)
     # Tensor parallelism is refused by the loader today, so its arithmetic is checked on the dataclass.
     tp3 = dataclasses.replace(rest, parallel=dataclasses.replace(rest.parallel, tp_degree=3))
     assert (validate_world(tp3, 6).dp, validate_world(tp3, 6).tp) == (2, 3)  # 6 = 2 x 3

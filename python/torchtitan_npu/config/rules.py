@@ -75,6 +75,20 @@ RULES: tuple[Rule, ...] = (
         "set parallel.reduce_dtype to fp32 or parallel.strategy to fsdp",
     ),
     Rule(
+        "parallel.replicate_degree",
+        ("parallel.strategy",),
+        lambda degree, strategy: degree == 1 or strategy == "hsdp",
+        "must be 1 where parallel.strategy is not hsdp",
+        "set parallel.strategy to hsdp",
+    ),
+    Rule(
+        "parallel.replicate_degree",
+        ("parallel.strategy", "parallel.dp_degree"),
+        lambda degree, strategy, dp: strategy != "hsdp" or dp == -1 or dp % degree == 0,
+        "must divide parallel.dp_degree",
+        "change one of them",
+    ),
+    Rule(
         "data.append_eos",
         ("data.eos_id",),
         lambda append, eos_id: not append or eos_id is not None,
@@ -100,6 +114,11 @@ HINTS: tuple[Hint, ...] = (
         ("parallel.strategy", "parallel.reshard_after_forward"),
         lambda strategy, reshard: strategy == "ddp" and reshard is not None,
         "parallel.strategy is {}, so parallel.reshard_after_forward {} has no effect",
+    ),
+    Hint(
+        ("parallel.strategy", "parallel.replicate_degree"),
+        lambda strategy, degree: strategy == "hsdp" and degree == 1,
+        "parallel.strategy is {} with parallel.replicate_degree {}: the model is sharded over all ranks, as by fsdp",
     ),
     Hint(
         ("parallel.strategy", "parallel.prefetch"),

@@ -111,6 +111,8 @@ class ParallelConfig:
     """Tensor-parallel degree."""
     strategy: Literal["fsdp", "ddp", "hsdp"] = "fsdp"
     """fsdp shards parameters, gradients and optimizer; ddp replicates them; hsdp shards inside each group of ranks."""
+    replicate_degree: PositiveInt = 1
+    """Replicas of the sharded model, for hsdp; each has dp_degree / replicate_degree ranks, neighbours."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Number format of compute and of the gathered parameters; the master copy stays fp32. fp16 scales the loss."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -20,7 +20,6 @@ class Unsupported:
 
 REFUSED: tuple[Unsupported, ...] = (
     Unsupported("parallel.tp_degree", "> 1", lambda degree: degree > 1, "set it to 1"),
-    Unsupported("parallel.strategy", "hsdp", lambda strategy: strategy == "hsdp", "use fsdp or ddp"),
     Unsupported(
         "training.checkpoint.save_interval_minutes", "> 0", lambda minutes: minutes > 0, "use save_interval (steps)"
     ),

@@ -14,6 +14,13 @@ class Degrees:
 
     dp: int
     tp: int
+    replicate: int = 1
+    """Of the data-parallel ranks: copies of the sharded model."""
+
+    @property
+    def shard(self) -> int:
+        """Ranks that shard one copy of the model."""
+        return self.dp // self.replicate
 
 
 def validate_world(config: Config, world_size: int) -> Degrees:
@@ -36,16 +43,29 @@ def validate_world(config: Config, world_size: int) -> Degrees:
                 f"{tp} must divide WORLD_SIZE, which is {world_size}; "
                 f"start a multiple of {tp} ranks or change parallel.tp_degree",
             )
-        return Degrees(dp=world_size // tp, tp=tp)
+        return _with_replicas(config, world_size // tp, tp)
     if dp * tp != world_size:
         raise fail(
             "parallel.dp_degree",
             f"{dp} x parallel.tp_degree {tp} = {dp * tp}, but WORLD_SIZE is {world_size}; "
             f"start {dp * tp} ranks (torchrun --nproc_per_node) or set parallel.dp_degree to -1 (the rest)",
         )
-    return Degrees(dp=dp, tp=tp)
+    return _with_replicas(config, dp, tp)
+
+
+def _with_replicas(config: Config, dp: int, tp: int) -> Degrees:
+    replicate = config.parallel.replicate_degree
+    if dp % replicate != 0:
+        what = (
+            f"{replicate} must divide the data-parallel degree, which is {dp} (WORLD_SIZE {dp * tp} / "
+            f"parallel.tp_degree {tp}); start a multiple of {replicate * tp} ranks or change parallel.replicate_degree"
+        )
+        raise ConfigError(config.source, [Problem("parallel.replicate_degree", what)])
+    return Degrees(dp=dp, tp=tp, replicate=replicate)
 
 
 def configured_world_size(config: Config) -> int:
     """The number of ranks that the file alone asks for; 1 where ``dp_degree`` is -1 and nothing else is set."""
-    return max(config.parallel.dp_degree, 1) * config.parallel.tp_degree
+    parallel = config.parallel
+    dp = parallel.replicate_degree if parallel.dp_degree == -1 else parallel.dp_degree
+    return dp * parallel.tp_degree

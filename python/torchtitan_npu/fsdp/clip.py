@@ -24,8 +24,10 @@ def clip_grad_norm(
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
     state = state_of(model)
-    grads = [p.sharded.grad.detach() for p in state.params if p.sharded.grad is not None and p.sharded.numel() > 0]
-    norm = root(over_ranks(power_sum(grads, norm_type), norm_type, state.ranks.group), norm_type)
+    with_grad = [p for p in state.params if p.sharded.grad is not None and p.sharded.numel() > 0]
+    grads = [p.sharded.grad.detach() for p in with_grad if p.sharded.grad is not None]
+    local = power_sum(grads, norm_type, [state.copies_of(p) for p in with_grad])
+    norm = root(over_ranks(local, norm_type, state.gradients.process_groups), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; skip the "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BackendConfig
 
 from torchtitan_npu import _C
-from torchtitan_npu.fsdp.mesh import RankGroup
+from torchtitan_npu.fsdp.mesh import Mesh, RankGroup
 from torchtitan_npu.launch import read_timeouts
 
 logger = logging.getLogger(__name__)
@@ -18,16 +18,32 @@ logger = logging.getLogger(__name__)
 KINDS = ("auto", "shared_memory", "c10d")
 
 
-def make_communicator(ranks: RankGroup, kind: str, device: torch.device) -> _C.Communicator:
-    """Collective over ``ranks``, for parameters on ``device``. ``kind``: ``"auto"``, or one of the two to insist on it
-    (ValueError where it is impossible).
+def make_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communicator:
+    """Collective over the ranks of ``mesh``, for parameters on ``device``. ``kind``: ``"auto"``, or one of the two to
+    insist on it (ValueError where it is impossible). It is about the ranks that shard; replicas reduce through c10d.
     """
+    if mesh.replicate.size == 1:
+        return _sharding_communicator(mesh, kind, device)
+    if device.type != "cpu":
+        raise ValueError(
+            f"not supported yet: replicas of a sharded model on {device} (device_mesh has {mesh.replicate.size} rows "
+            f"of {mesh.shard.size} ranks); use a device_mesh with one dimension, or train on the CPU"
+        )
+    inner = _sharding_communicator(mesh, kind, device)
+    token = [secrets.token_hex(16)]
+    dist.broadcast_object_list(token, src=mesh.everyone.ranks[0], group=mesh.everyone.group)
+    board = dist.PrefixStore(f"torchtitan-npu/{token[0]}", dist.distributed_c10d._get_default_store())
+    return _C.HybridCommunicator(inner, mesh.new_group(mesh.columns), list(mesh.replicate.ranks), board)
+
+
+def _sharding_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communicator:
+    ranks = mesh.shard
     if kind not in KINDS:
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
     timeouts = read_timeouts()
     wait_seconds = timeouts.exec_seconds or 10 * 365 * 86400  # 0 means: wait for ever
     if device.type != "cpu":
-        return _through_c10d(ranks, device, wait_seconds, _backends_on_accelerator(ranks, kind, device))
+        return _through_c10d(mesh, device, wait_seconds, _backends_on_accelerator(ranks, kind, device))
     if ranks.group is None:
         return _C.ShmCommunicator(0, 1, timeout_seconds=wait_seconds)
     if kind != "c10d":
@@ -51,7 +67,7 @@ def make_communicator(ranks: RankGroup, kind: str, device: torch.device) -> _C.C
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")
-    return _through_c10d(ranks, device, wait_seconds)
+    return _through_c10d(mesh, device, wait_seconds)
 
 
 def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) -> str:
@@ -75,10 +91,8 @@ def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) 
 
 
 def _through_c10d(
-    ranks: RankGroup, device: torch.device, wait_seconds: float, backends: str | None = None
+    mesh: Mesh, device: torch.device, wait_seconds: float, backends: str | None = None
 ) -> _C.Communicator:
-    # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
-    # wrapped a small model alone), they would wait under different names. The whole world needs none.
-    local = ranks.size < dist.get_world_size()
-    groups = [dist.new_group(list(ranks.ranks), backend=backends, use_local_synchronization=local) for _ in range(2)]
-    return _C.C10dCommunicator(*groups, device=device, timeout_seconds=wait_seconds, global_ranks=list(ranks.ranks))
+    groups = [mesh.new_group(mesh.rows, backends) for _ in range(2)]
+    ranks = list(mesh.shard.ranks)
+    return _C.C10dCommunicator(*groups, device=device, timeout_seconds=wait_seconds, global_ranks=ranks)

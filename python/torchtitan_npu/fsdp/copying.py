@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_npu.fsdp.collective import all_ranks_here
 from torchtitan_npu.fsdp.forward_method import register_forward_method
 from torchtitan_npu.fsdp.state import FSDPState, state_of
 
@@ -21,7 +20,7 @@ def copy_model(model: nn.Module, attributes: dict[str, Any], memo: dict[int, Any
     """
     state = state_of(model)
     state.check_between_steps("copy.deepcopy(model)")
-    all_ranks_here(state.ranks, "copy.deepcopy(model)")
+    state.all_here("copy.deepcopy(model)")
     with torch.inference_mode(False):
         return _copy(model, state, attributes, memo)
 

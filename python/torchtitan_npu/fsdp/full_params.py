@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_npu.fsdp.collective import all_ranks_here
 from torchtitan_npu.fsdp.state import FSDPState, owner_of, state_of
 
 
@@ -37,7 +36,7 @@ def full_params(
     state = state_of(model)
     wanted = _indices_below(state, model if module is None else module, recurse)
     state.check_between_steps("full_params(model)")
-    all_ranks_here(state.ranks, "full_params(model)")
+    state.all_here("full_params(model)")
     units = sorted({state.params[i].unit for i in wanted})
     try:
         for unit in units:
@@ -60,7 +59,7 @@ def walk_full_params(model: nn.Module, *, writeback: bool = False) -> Iterator[t
     """
     state = state_of(model)
     state.check_between_steps("walk_full_params(model)")
-    all_ranks_here(state.ranks, "walk_full_params(model)")
+    state.all_here("walk_full_params(model)")
     everything = set(range(len(state.params)))
     for unit, info in enumerate(state.plan.units):
         try:

@@ -67,14 +67,15 @@ class GradScaler(torch.amp.GradScaler):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         finally:
             state.gradients.scaler_agrees = False
-        if state.ranks.group is None:
+        if not state.gradients.deciding_groups:
             return found
         # Whether there was any gradient at all is agreed on too: a rank may hold no piece of this optimizer's.
         agreed = torch.zeros(2, dtype=torch.float32)
         for value in found.values():
             agreed[0] = torch.maximum(agreed[0], value.cpu())
             agreed[1] = 1
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=state.ranks.group)
+        for group in state.gradients.deciding_groups:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         return {found_inf.device: agreed[0].to(found_inf.device)} if agreed[1] else {}
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:

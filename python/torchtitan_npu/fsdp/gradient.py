@@ -44,8 +44,12 @@ _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 class GradientsOfModel:
     """What the gradients of one model share."""
 
-    process_group: dist.ProcessGroup | None
-    """Whose ranks hold the parts; None: one rank alone."""
+    process_groups: tuple[dist.ProcessGroup, ...] = ()
+    """What adds up the parts, one after the other: the ranks of one replica, then each dimension of the tensor-parallel
+    mesh. Empty: one rank alone.
+    """
+    deciding_groups: tuple[dist.ProcessGroup, ...] = ()
+    """Who takes a step or skips it together, likewise: all replicas, and the tensor-parallel mesh."""
     unscaled: bool = False
     """Whether a gradient scaler has ever looked at them."""
     scaler_agrees: bool = False
@@ -56,12 +60,14 @@ class GradientPiece(Tensor):
     """This rank's part of a parameter's gradient, in the shape of the piece."""
 
     model: GradientsOfModel
+    copies: int
+    """Ranks of the tensor-parallel mesh that hold the same elements, this one among them."""
 
     @staticmethod
-    def of(tensor: Tensor, model: GradientsOfModel) -> GradientPiece:
+    def of(tensor: Tensor, model: GradientsOfModel, copies: int = 1) -> GradientPiece:
         """``tensor``'s memory as a ``GradientPiece``."""
         piece = Tensor._make_subclass(GradientPiece, tensor)
-        piece.model = model
+        piece.model, piece.copies = model, copies
         return piece
 
     def plain(self) -> Tensor:
@@ -93,10 +99,10 @@ class GradientPiece(Tensor):
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
-    groups = {g.model.process_group: g.model for g in gradients if isinstance(g, GradientPiece)}
-    for group, model in groups.items():
+    groups = {g.model.deciding_groups: g.model for g in gradients if isinstance(g, GradientPiece)}
+    for deciding, model in groups.items():
         model.unscaled = True
-        if group is not None and not model.scaler_agrees:
+        for group in () if model.scaler_agrees else deciding:
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
@@ -110,7 +116,7 @@ class LocalNorm(Tensor):
     stacks it with the others and takes the norm of the norms.
     """
 
-    process_group: dist.ProcessGroup | None
+    process_groups: tuple[dist.ProcessGroup, ...]
     dtype_of_gradient: torch.dtype
     stacked: list[Tensor]
     """The norms that are stacked here, those of other gradients among them."""
@@ -118,11 +124,11 @@ class LocalNorm(Tensor):
     @staticmethod
     def of(gradient: GradientPiece, norm_type: float) -> LocalNorm:
         check_norm_type(norm_type)
-        local = power_sum([gradient.plain()], norm_type)
+        local = power_sum([gradient.plain()], norm_type, [gradient.copies])
         if not math.isinf(norm_type):
             local = local.pow(1.0 / norm_type)
         norm = Tensor._make_subclass(LocalNorm, local.to(gradient.device))
-        norm.process_group = gradient.model.process_group
+        norm.process_groups = gradient.model.process_groups
         norm.dtype_of_gradient = gradient.dtype
         return norm
 
@@ -145,8 +151,8 @@ class LocalNorm(Tensor):
 def _combine(norms: list[Tensor], norm_type: float) -> Tensor:
     """The norm over all ranks; gradients of other models count as every rank has them, once."""
     local = [norm for norm in norms if isinstance(norm, LocalNorm)]
-    group = local[0].process_group
-    if any(_ranks(norm.process_group) != _ranks(group) for norm in local):
+    groups = local[0].process_groups
+    if any(_ranks(norm.process_groups) != _ranks(groups) for norm in local):
         raise RuntimeError(
             "not supported: one norm over gradients of FSDP models that are sharded over different groups of ranks; "
             "clip each model by itself with model.clip_grad_norm_(…)"
@@ -155,14 +161,14 @@ def _combine(norms: list[Tensor], norm_type: float) -> Tensor:
     for norm in norms:
         dtype = torch.promote_types(dtype, norm.dtype_of_gradient if isinstance(norm, LocalNorm) else norm.dtype)
     with _AsPlain():
-        everywhere = over_ranks(power_sum(local, norm_type), norm_type, group)
+        everywhere = over_ranks(power_sum(local, norm_type), norm_type, groups)
         here = power_sum([norm for norm in norms if not isinstance(norm, LocalNorm)], norm_type)
         total = torch.maximum(everywhere, here) if math.isinf(norm_type) else everywhere + here
         return root(total, norm_type).to(dtype)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return [] if group is None else dist.get_process_group_ranks(group)
+def _ranks(groups: tuple[dist.ProcessGroup, ...]) -> list[list[int]]:
+    return [dist.get_process_group_ranks(group) for group in groups]
 
 
 # ---- the arithmetic of norms, in float64: how parameters are cut into pieces must not show in the result -------------
@@ -174,37 +180,45 @@ def check_norm_type(norm_type: float) -> None:
         raise ValueError(f"norm_type must be > 0 or inf, got {norm_type}")
 
 
-def power_sum(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Sum of |x|^p, or the largest |x| for p = inf: 0-d float64 on the CPU; 0 without elements, NaN if one is NaN."""
+def power_sum(tensors: Sequence[Tensor], norm_type: float, copies: Sequence[int] = ()) -> Tensor:
+    """Sum of |x|^p, or the largest |x| for p = inf: 0-d float64 on the CPU; 0 without elements, NaN if one is NaN.
+
+    ``copies``: for each tensor, how many ranks hold the same elements and count them once together; default: 1.
+    """
     total = torch.zeros((), dtype=torch.float64)
-    elsewhere = []
-    for tensor in tensors:
+    elsewhere, copies_elsewhere = [], []
+    for tensor, held in zip(tensors, copies or [1] * len(tensors), strict=True):
         if tensor.numel() == 0:
             continue
         if tensor.device.type != "cpu":
             elsewhere.append(tensor)
+            copies_elsewhere.append(held)
         elif math.isinf(norm_type):
             total = torch.maximum(total, tensor.abs().max().double())
         elif norm_type == 2.0 and tensor.dtype in FLOATING and tensor.is_contiguous():
-            total = total + _C.HostDevice().sum_squares(tensor.data_ptr(), FLOATING[tensor.dtype], tensor.numel())
+            squares = _C.HostDevice().sum_squares(tensor.data_ptr(), FLOATING[tensor.dtype], tensor.numel())
+            total = total + squares / held
         else:
-            total = total + tensor.double().abs().pow(norm_type).sum()
+            total = total + tensor.double().abs().pow(norm_type).sum() / held
     if elsewhere:  # norms of the tensors in the accelerator's own precision, and one wait for all of them
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(elsewhere, norm_type)]).double().cpu()
-        total = torch.maximum(total, norms.max()) if math.isinf(norm_type) else total + norms.pow(norm_type).sum()
+        if math.isinf(norm_type):
+            total = torch.maximum(total, norms.max())
+        else:
+            total = total + (norms.pow(norm_type) / torch.tensor(copies_elsewhere, dtype=torch.float64)).sum()
     return total
 
 
-def over_ranks(total: Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
-    """The power sum of all ranks. Collective, where ``group`` is not None."""
-    if group is None:
-        return total
+def over_ranks(total: Tensor, norm_type: float, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The power sum of all ranks, over one group after the other. Collective."""
     if not math.isinf(norm_type):
-        dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
+        for group in groups:
+            dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
         return total
     # The maximum with a NaN depends on the order in which ranks are compared.
     both = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan().double()])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return torch.full_like(total, math.nan) if both[1] else both[0]
 
 

@@ -92,7 +92,8 @@ class MetaInitializer:
             if parameter is not None and parameter.is_meta:
                 replacement = self._made.get(id(parameter))
                 if replacement is None:
-                    full = _unwritten(torch.empty_like(parameter, device="cpu"))
+                    # A DTensor's whole: the values must not depend on how it is cut.
+                    full = _unwritten(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"))
                     replacement = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     replacement.__dict__.update(parameter.__dict__)
                     self._made[id(parameter)] = replacement

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that shard one model. ``group`` is None for a single process without ``torch.distributed``."""
+    """Some ranks. ``group`` is None for a single process without ``torch.distributed``."""
 
     ranks: tuple[int, ...]
-    """Global ranks, in shard order."""
+    """Global ranks, in the order of the group (torch sorts the ranks of a new one)."""
     index: int
     """Position of this rank in ``ranks``."""
     group: dist.ProcessGroup | None
@@ -25,27 +25,51 @@ class RankGroup:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all of them."""
+        return self.index == 0
 
-def resolve_mesh(device_mesh: Any) -> RankGroup:
-    """The group behind ``device_mesh``.
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks that train one model: ``replicas`` (R) rows, each of which shards it over its (S) ranks."""
+
+    shard: RankGroup
+    """This rank's row, in shard order."""
+    replicate: RankGroup
+    """The ranks that hold the same shard, one of each row. One rank: the model is only sharded."""
+    everyone: RankGroup
+    """All R * S ranks. With one row, the same group as ``shard``."""
+    rows: tuple[tuple[int, ...], ...]
+    """The ranks of every row."""
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold the same shard, for every shard."""
+        return tuple(zip(*self.rows, strict=True))
+
+    def new_group(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """A process group of the one of ``parts`` that has this rank. Collective: all ranks of the mesh call it with
+        the same parts, which have all ranks of the mesh. ``backend``: as for ``torch.distributed.new_group``.
+        """
+        return _new_group(parts, complete=self.everyone.size == dist.get_world_size(), backend=backend)
+
+
+def resolve_mesh(device_mesh: Any) -> Mesh:
+    """The groups behind ``device_mesh``. Collective over its ranks.
 
     Accepts None (all ranks), an int n (ranks 0 … n-1), a list or 1-D integer tensor of global ranks, or a 1-D
-    ``DeviceMesh``; 2-D ones only if one of the two dimensions has size 1. Raises ValueError for anything else, with the
-    numbers.
+    ``DeviceMesh``: these ranks shard the model. A 2-D list, tensor or ``DeviceMesh`` of shape (R, S) is hybrid
+    sharding: each row shards the model, the rows are replicas of each other. Raises ValueError for anything else, with
+    the numbers.
     """
     if not dist.is_initialized():
         return _without_process_group(device_mesh)
     world = dist.get_world_size()
-    if device_mesh is None:
-        ranks = list(range(world))
-    elif isinstance(device_mesh, dist.device_mesh.DeviceMesh):
-        if device_mesh.ndim == 1:
-            group = device_mesh.get_group()
-            ranks = dist.get_process_group_ranks(group)
-            return RankGroup(tuple(ranks), ranks.index(dist.get_rank()), group)
-        ranks = _flatten(device_mesh.mesh)
-    else:
-        ranks = _flatten(device_mesh)
+    is_mesh = isinstance(device_mesh, dist.device_mesh.DeviceMesh)
+    rows = [list(range(world))] if device_mesh is None else _rows(device_mesh.mesh if is_mesh else device_mesh)
+    ranks = [rank for row in rows for rank in row]
     if len(ranks) > world:
         raise ValueError(f"device_mesh has {len(ranks)} ranks but WORLD_SIZE is {world} ({_launched_with()})")
     outside = [r for r in ranks if not 0 <= r < world]
@@ -57,13 +81,51 @@ def resolve_mesh(device_mesh: Any) -> RankGroup:
     me = dist.get_rank()
     if me not in ranks:
         raise ValueError(f"device_mesh {ranks} does not contain this rank, {me}; only its ranks may wrap the model")
-    if ranks == list(range(world)):
-        return RankGroup(tuple(ranks), me, dist.group.WORLD)
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    return RankGroup(tuple(ranks), ranks.index(me), group)
+    if is_mesh and device_mesh.ndim == 1:
+        everyone = as_group(device_mesh.get_group())
+    else:
+        everyone = _group_of([ranks], complete=len(ranks) == world)
+    if len(rows) == 1:
+        return Mesh(everyone, _alone(me), everyone, (everyone.ranks,))
+    if is_mesh:
+        if any(row != sorted(row) for row in rows):
+            raise ValueError(f"device_mesh must list the ranks of each replica in ascending order, got {rows}")
+        replicate, shard = (as_group(device_mesh.get_group(dimension)) for dimension in (0, 1))
+    else:
+        rows = [sorted(row) for row in rows]
+        shard = _group_of(rows, complete=len(ranks) == world)
+        replicate = _group_of(list(zip(*rows, strict=True)), complete=len(ranks) == world)
+    return Mesh(shard, replicate, everyone, tuple(tuple(row) for row in rows))
 
 
-def _without_process_group(device_mesh: Any) -> RankGroup:
+def _alone(rank: int) -> RankGroup:
+    return RankGroup((rank,), 0, None)
+
+
+def as_group(group: dist.ProcessGroup) -> RankGroup:
+    """The ranks of a process group that this rank is in."""
+    ranks = dist.get_process_group_ranks(group)
+    return RankGroup(tuple(ranks), ranks.index(dist.get_rank()), group)
+
+
+def _group_of(parts: Sequence[Sequence[int]], *, complete: bool) -> RankGroup:
+    world = dist.group.WORLD
+    is_world = world is not None and len(parts) == 1 and len(parts[0]) == world.size()
+    return as_group(world if world is not None and is_world else _new_group(parts, complete=complete))
+
+
+def _new_group(parts: Sequence[Sequence[int]], *, complete: bool, backend: str | None = None) -> dist.ProcessGroup:
+    """``complete``: the parts have all ranks of the world."""
+    # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
+    # wrapped a small model alone), they would wait under different names. The whole world needs none.
+    if not complete:
+        mine = next(part for part in parts if dist.get_rank() in part)
+        return dist.new_group(list(mine), backend=backend, use_local_synchronization=True)
+    groups = [dist.new_group(list(part), backend=backend) for part in parts]
+    return next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part)
+
+
+def _without_process_group(device_mesh: Any) -> Mesh:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ValueError(
@@ -71,42 +133,52 @@ def _without_process_group(device_mesh: Any) -> RankGroup:
             f"torch.distributed.init_process_group() "
             "before FSDP(...)"
         )
-    if device_mesh is not None and _flatten(device_mesh) != [0]:
+    ranks = [0] if device_mesh is None else [rank for row in _rows(device_mesh) for rank in row]
+    if ranks != [0]:
         raise ValueError(
-            f"device_mesh has {len(_flatten(device_mesh))} ranks but this is a single process: start it with "
+            f"device_mesh has {len(ranks)} ranks but this is a single process: start it with "
             f"torchrun and call "
             "torch.distributed.init_process_group() first"
         )
-    return RankGroup((0,), 0, None)
+    return Mesh(_alone(0), _alone(0), _alone(0), ((0,),))
 
 
-def _flatten(device_mesh: Any) -> list[int]:
+def _rows(device_mesh: Any) -> list[list[int]]:
+    """Global ranks, by replica; one row where the mesh has one dimension."""
     if isinstance(device_mesh, bool):
         raise ValueError(f"device_mesh must be ranks, got {device_mesh!r}")
     if isinstance(device_mesh, int):
-        return list(range(device_mesh))
+        return [list(range(device_mesh))]
     if isinstance(device_mesh, Sequence) and not isinstance(device_mesh, str):
-        try:
-            device_mesh = torch.tensor(list(device_mesh))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"device_mesh must hold global ranks (integers), got {device_mesh!r}") from error
+        device_mesh = _as_tensor(device_mesh)
     if isinstance(device_mesh, torch.Tensor):
         mesh = device_mesh
         if mesh.numel() == 0 or mesh.dtype.is_floating_point or mesh.dtype == torch.bool:
             raise ValueError(f"device_mesh must hold global ranks (integers), got {device_mesh!r}")
-        if mesh.ndim == 2 and 1 not in mesh.shape:
-            raise ValueError(
-                f"not supported yet: a 2-D device_mesh of shape {tuple(mesh.shape)} (replicate x shard); pass the "
-                f"ranks as one "
-                "dimension"
-            )
         if mesh.ndim not in (1, 2):
-            raise ValueError(f"device_mesh must have one or two dimensions, got shape {tuple(mesh.shape)}")
-        return [int(r) for r in mesh.flatten().tolist()]
+            raise ValueError(
+                f"device_mesh must have one or two dimensions (shard, or replicate x shard), got shape "
+                f"{tuple(mesh.shape)}"
+            )
+        rows: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
+        return rows
     raise ValueError(
-        "device_mesh must be None, a number of ranks, a list or 1-D tensor of global ranks, or a DeviceMesh; got "
-        f"{type(device_mesh).__name__}"
+        "device_mesh must be None, a number of ranks, a list or tensor of global ranks (1-D, or 2-D for replicate x "
+        f"shard), or a DeviceMesh; got {type(device_mesh).__name__}"
     )
+
+
+def _as_tensor(ranks: Sequence[Any]) -> torch.Tensor:
+    lengths = {len(row) for row in ranks if isinstance(row, Sequence) and not isinstance(row, str)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"device_mesh has rows of {' and '.join(str(n) for n in sorted(lengths))} ranks: all replicas must have "
+            f"as many, got {list(ranks)}"
+        )
+    try:
+        return torch.tensor(list(ranks), device="cpu")  # also under torch.device("meta")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"device_mesh must hold global ranks (integers), got {ranks!r}") from error
 
 
 def _launched_with() -> str:

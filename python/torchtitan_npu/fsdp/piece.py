@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 class Piece(torch.Tensor):
     """A consecutive run of elements of a larger tensor (whole rows, as a rule), with the knowledge where it belongs.
 
+    Under tensor parallelism, of a rectangle of the larger tensor: the local tensor of this rank.
+
     Computes like a plain tensor. ``torch.distributed.checkpoint`` saves and loads it as chunks of the whole tensor, at
     most ``2 * ndim - 1`` rectangles; ``torch.save`` writes a plain tensor.
     """
@@ -20,18 +22,33 @@ class Piece(torch.Tensor):
     """Of the whole tensor."""
     whole_shape: torch.Size
     start: int
-    """Its first element in the flattened whole."""
+    """Its first element in the flattened whole, or rectangle."""
+    offsets: tuple[int, ...]
+    """Where the rectangle begins in the whole, by dimension."""
+    box_shape: torch.Size
+    """Of the rectangle; ``whole_shape`` without tensor parallelism."""
     rank: int
     world_size: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
-        cls, data: torch.Tensor, *, fqn: str, shape: torch.Size, start: int, rank: int, world_size: int
+        cls,
+        data: torch.Tensor,
+        *,
+        fqn: str,
+        shape: torch.Size,
+        start: int,
+        rank: int,
+        world_size: int,
+        offsets: tuple[int, ...] | None = None,
+        box_shape: torch.Size | None = None,
     ) -> Piece:
         self = data.detach().as_subclass(cls)
         self.fqn, self.whole_shape, self.start = fqn, shape, start
         self.rank, self.world_size = rank, world_size
+        self.offsets = (0,) * len(shape) if offsets is None else offsets
+        self.box_shape = shape if box_shape is None else box_shape
         return self
 
     def plain(self) -> torch.Tensor:
@@ -48,8 +65,13 @@ class Piece(torch.Tensor):
         return (
             f"Piece({self.plain()!r}, elements {self.start}..{self.start + self.numel()} of '{self.fqn}' "
             f"{tuple(self.whole_shape)}, "
-            f"shard {self.rank} of {self.world_size})"
+            f"{self._box()}shard {self.rank} of {self.world_size})"
         )
+
+    def _box(self) -> str:
+        if self.box_shape == self.whole_shape:
+            return ""
+        return f"of its part {tuple(self.box_shape)} at {self.offsets}, "
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
@@ -62,6 +84,8 @@ class Piece(torch.Tensor):
             start=self.start,
             rank=self.rank,
             world_size=self.world_size,
+            offsets=self.offsets,
+            box_shape=self.box_shape,
         )
 
     # ---- the protocol of torch.distributed.checkpoint (torch/distributed/_checkpointable.py) -------------------------
@@ -70,8 +94,10 @@ class Piece(torch.Tensor):
         if self.whole_shape.numel() == 0 and self.rank == 0:  # an empty tensor is in the checkpoint, too: once
             return [ChunkStorageMetadata(offsets=torch.Size([0] * len(self.whole_shape)), sizes=self.whole_shape)]
         return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            for offsets, sizes in rectangles(tuple(self.whole_shape), self.start, self.numel())
+            ChunkStorageMetadata(
+                offsets=torch.Size(a + b for a, b in zip(self.offsets, offsets, strict=True)), sizes=torch.Size(sizes)
+            )
+            for offsets, sizes in rectangles(tuple(self.box_shape), self.start, self.numel())
         ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

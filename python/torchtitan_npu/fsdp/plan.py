@@ -8,14 +8,8 @@ import torch
 from torch import nn
 
 from torchtitan_npu import _C
-from torchtitan_npu.fsdp.grouping import (
-    Unit,
-    WrapPolicy,
-    assign_parameters,
-    find_units,
-    merge_small,
-    nesting_depth,
-)
+from torchtitan_npu.fsdp.grouping import Unit, WrapPolicy, assign_parameters, find_units, merge_small, nesting_depth
+from torchtitan_npu.fsdp.layout import Layout, layout_of, local_of
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
 
 _MIB = 1024**2
@@ -41,6 +35,8 @@ class ParamInfo:
     master_dtype: torch.dtype
     param_dtype: torch.dtype
     requires_grad: bool
+    layout: Layout | None = None
+    """Of a DTensor; ``shape`` is that of its local tensor."""
 
     @property
     def name(self) -> str:
@@ -70,6 +66,9 @@ class FSDPPlan:
     units: tuple[UnitInfo, ...]
     params: tuple[ParamInfo, ...]
     world_size: int
+    """Ranks that shard the model."""
+    replicas: int
+    """Sharded copies of it that train together."""
     bucket_cap_mb: float | None
     prefetch: int
     """Units gathered ahead of use, in forward and in backward."""
@@ -85,6 +84,8 @@ class FSDPPlan:
     """Memory for gathered parameters. Ranks of one machine share it."""
     reduce_bytes: int
     """Memory for gradients on their way, per rank."""
+    staging_bytes: int
+    """Memory for their sums on the way between replicas, per rank; 0 with one replica."""
     accumulation_bytes: int
     """What ``no_sync`` adds from its first use on: a whole copy of the gradients per rank, 4 bytes an element or more.
     """
@@ -94,19 +95,21 @@ class FSDPPlan:
 
     @property
     def arena_bytes(self) -> int:
-        """Gather and reduce memory together: the peak extra bytes of training."""
-        return self.gather_bytes + self.reduce_bytes
+        """Gather, reduce and staging memory together: the peak extra bytes of training."""
+        return self.gather_bytes + self.reduce_bytes + self.staging_bytes
 
     def describe(self) -> str:
         """One log line."""
         cap = "none" if self.bucket_cap_mb is None else f"{self.bucket_cap_mb:g} MiB"
+        ranks = f"{self.world_size} ranks" if self.replicas == 1 else f"{self.replicas} x {self.world_size} ranks"
+        staging = "" if self.replicas == 1 else f", between replicas {_mib(self.staging_bytes)}"
         return (
             f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets "
             f"(cap {cap}), prefetch {self.prefetch}, "
-            f"{self.world_size} ranks, padding {100 * self.padding_fraction:.3f} %; per rank "
+            f"{ranks}, padding {100 * self.padding_fraction:.3f} %; per rank "
             f"{_mib(self.parameter_bytes)} "
             f"parameters, {_mib(self.gradient_bytes)} gradients, at most {_mib(self.arena_bytes)} extra while training "
-            f"(gathered {_mib(self.gather_bytes)}, reduce {_mib(self.reduce_bytes)})"
+            f"(gathered {_mib(self.gather_bytes)}, reduce {_mib(self.reduce_bytes)}{staging})"
         )
 
 
@@ -118,19 +121,23 @@ def plan_model(
     model: nn.Module,
     world_size: int,
     *,
+    replicas: int = 1,
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     bucket_cap_mb: float | None = None,
     prefetch: int = DEFAULT_PREFETCH,
     auto_wrap_policy: WrapPolicy | None = None,
 ) -> FSDPPlan:
-    """Plans how ``FSDP(model, …)`` would shard ``model`` over ``world_size`` ranks. Needs no device; meta tensors will
-    do.
+    """Plans how ``FSDP(model, …)`` would shard each of ``replicas`` copies of ``model`` over ``world_size`` ranks.
 
-    Raises ValueError for a model that cannot be sharded (no parameters, DTensor parameters, …) or a bad option.
+    Needs no device; meta tensors will do.
+
+    Raises ValueError for a model that cannot be sharded (no parameters, complex ones, …) or a bad option.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if replicas < 1:
+        raise ValueError(f"replicas must be at least 1, got {replicas}")
     if bucket_cap_mb is not None and (isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0):
         raise ValueError(f"bucket_cap_mb must be positive or None (one bucket per unit), got {bucket_cap_mb!r}")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
@@ -169,6 +176,7 @@ def plan_model(
         nesting=nesting_depth(units, reshards),
         prefetch=prefetch,
         reduce_dtype=None if policy.reduce_dtype is None else FLOATING[policy.reduce_dtype],
+        replicas=replicas,
     )
     arena = _C.Arena(native, schedule)
     buckets = native.buckets
@@ -186,6 +194,7 @@ def plan_model(
         ),
         params=tuple(params),
         world_size=world_size,
+        replicas=replicas,
         bucket_cap_mb=bucket_cap_mb,
         prefetch=prefetch,
         num_parameters=sum(info.numel for info in params),
@@ -195,6 +204,7 @@ def plan_model(
         gradient_bytes=sum(size for size, b in zip(shard_bytes, buckets, strict=True) if b.requires_grad),
         gather_bytes=arena.gather_bytes,
         reduce_bytes=arena.reduce_bytes,
+        staging_bytes=arena.staging_bytes,
         accumulation_bytes=sum(
             native.bucket_numel(i) * max(4, itemsize(arena.wire_dtype(i)))
             for i, b in enumerate(buckets)
@@ -215,17 +225,16 @@ def _reshards(unit: Unit, is_root: bool, model_wide: bool | None) -> bool:
 
 
 def _describe(parameter: nn.Parameter, names: tuple[str, ...], policy: MixedPrecisionPolicy) -> ParamInfo:
-    data = parameter.data
+    layout = layout_of(names[0], parameter)
+    data = local_of(parameter)
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter '{names[0]}' is lazy: run one forward to give it a shape before FSDP(...)")
-    if hasattr(parameter, "placements"):
-        raise ValueError(f"not supported yet: parameter '{names[0]}' is a DTensor")
     if data.layout != torch.strided or data.is_complex():
         raise ValueError(f"not supported: parameter '{names[0]}' has layout {data.layout} and dtype {data.dtype}")
     if data.dtype not in FLOATING and data.is_floating_point():
         raise ValueError(f"not supported: parameter '{names[0]}' has dtype {data.dtype}")
     param_dtype = policy.param_dtype if policy.param_dtype is not None and data.dtype in FLOATING else data.dtype
-    return ParamInfo(names, data.shape, data.dtype, param_dtype, parameter.requires_grad)
+    return ParamInfo(names, data.shape, data.dtype, param_dtype, parameter.requires_grad, layout)
 
 
 def _spec(info: ParamInfo) -> _C.ParamSpec:

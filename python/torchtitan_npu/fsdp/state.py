@@ -14,15 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.activation_checkpointing import ActivationCheckpointing, Recomputed, chosen_modules
+from torchtitan_npu.fsdp.collective import all_ranks_here
 from torchtitan_npu.fsdp.communicator import make_communicator
 from torchtitan_npu.fsdp.gradient import GradientPiece, GradientsOfModel
 from torchtitan_npu.fsdp.grouping import owners
 from torchtitan_npu.fsdp.guard import GuardedForward, Guards, guards_of
 from torchtitan_npu.fsdp.initialize import MetaInitializer, ParamInitFn, agree_on_seed, make_ranks_agree
-from torchtitan_npu.fsdp.mesh import RankGroup
+from torchtitan_npu.fsdp.layout import Layout, broadcast_over, common_mesh, groups_of, is_first_of, local_of
+from torchtitan_npu.fsdp.mesh import Mesh, as_group
 from torchtitan_npu.fsdp.module_call import Around, Call, module_of, restore_call, surround
 from torchtitan_npu.fsdp.plan import FSDPPlan
 from torchtitan_npu.fsdp.policy import MixedPrecisionPolicy, keeps_dtype
@@ -52,7 +55,7 @@ class ShardedParam:
 
     names: tuple[str, ...]
     shape: torch.Size
-    """Of the whole parameter."""
+    """Of the whole parameter; of a DTensor's local tensor."""
     unit: int
     piece: _C.Piece
     """My part: first element and number of elements of the flattened parameter."""
@@ -62,15 +65,37 @@ class ShardedParam:
     """My piece, in the master dtype: what the optimizer sees."""
     gathered: nn.Parameter
     """The whole parameter, in param_dtype: what the module computes with."""
+    layout: Layout | None = None
+    """Of a DTensor."""
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     @property
+    def whole_shape(self) -> torch.Size:
+        """Over all tensor-parallel ranks."""
+        return self.shape if self.layout is None else self.layout.whole_shape
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where ``shape`` begins in ``whole_shape``."""
+        return (0,) * len(self.shape) if self.layout is None else self.layout.offsets
+
+    @property
     def start(self) -> int:
         """My first element, in elements of the flattened parameter (``piece`` counts integers in bytes)."""
         return self.piece.start // (1 if self.sharded.dtype.is_floating_point else self.sharded.dtype.itemsize)
+
+    def in_module(self) -> torch.Tensor:
+        """What the module holds while it computes."""
+        return self.gathered if self.layout is None else self.layout.expose(self.gathered)
+
+    def is_exposed(self, held: torch.Tensor | None) -> bool:
+        """Whether ``held`` is what ``in_module`` has given."""
+        if self.layout is None:
+            return held is self.gathered
+        return isinstance(held, DTensor) and not isinstance(held, nn.Parameter)
 
 
 class FSDPState:
@@ -80,7 +105,7 @@ class FSDPState:
         self,
         model: nn.Module,
         plan: FSDPPlan,
-        ranks: RankGroup,
+        mesh: Mesh,
         policy: MixedPrecisionPolicy,
         *,
         communicator: str,
@@ -93,8 +118,14 @@ class FSDPState:
         self.recomputed = chosen_modules(model, unit_modules, activation_checkpointing)
         self.selective = activation_checkpointing == "selective"
         self.plan = plan
-        self.ranks = ranks
+        self.mesh = mesh
+        self.ranks = mesh.shard
         self.policy = policy
+        self.tensor_mesh = common_mesh([(info.name, info.layout) for info in plan.params], mesh.everyone.ranks)
+        if self.tensor_mesh is not None and device.type != "cpu":
+            name = next(info.name for info in plan.params if info.layout is not None)
+            raise ValueError(f"not supported yet: DTensor parameters on {device} (parameter '{name}'); use the CPU")
+        self.is_first = mesh.everyone.is_first and is_first_of(self.tensor_mesh)
         self.device = device
         self.communicator = communicator
         self.hooks: list[InstalledHook] = []
@@ -108,15 +139,15 @@ class FSDPState:
         self.whole: dict[str, nn.Parameter] = {}
         """Whole parameters that stand in the modules inside ``full_params``, by name."""
         self._register_owners(model)
-        self.gradients = GradientsOfModel(ranks.group)
-        self._warns_of_float16 = ranks.index == 0 and any(
+        self.gradients = self._new_gradients()
+        self._warns_of_float16 = self.is_first and any(
             info.requires_grad and info.param_dtype == torch.float16 for info in plan.params
         )
         self._first_versions: list[int] | None = None
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
         self.engine = _C.Engine(
-            plan.native, plan.schedule, make_communicator(ranks, communicator, device), weakref.ref(self), device
+            plan.native, plan.schedule, make_communicator(mesh, communicator, device), weakref.ref(self), device
         )
         self._shard(model, param_init_fn, init_seed)
         self._unlock_buffers(model)
@@ -124,7 +155,7 @@ class FSDPState:
         self._surround_calls()
         self._guards = guards_of(self, model)
         self._expose(-1, False)
-        if ranks.index == 0:
+        if self.is_first:
             logger.info("%s; collectives: %s", plan.describe(), self.engine.communicator_name)
 
     # ---- building ----------------------------------------------------------------------------------------------------
@@ -142,16 +173,17 @@ class FSDPState:
                     )
 
     def _check_plans_agree(self) -> None:
-        if self.ranks.group is None:
+        everyone = self.mesh.everyone
+        if everyone.group is None:
             return
         # Not in the hash, which is of shapes: what decides the order of gathers, and where they go.
         mine = (self.plan.native.hash(), self.plan.prefetch, self.plan.gather_bytes, self.plan.reduce_bytes)
-        hashes = [mine] * self.ranks.size
-        dist.all_gather_object(hashes, mine, group=self.ranks.group)
+        hashes = [mine] * everyone.size
+        dist.all_gather_object(hashes, mine, group=everyone.group)
         other = next((i for i, value in enumerate(hashes) if value != hashes[0]), None)
         if other is not None:
             raise ValueError(
-                f"rank {self.ranks.ranks[0]} and rank {self.ranks.ranks[other]} wrap different models or use "
+                f"rank {everyone.ranks[0]} and rank {everyone.ranks[other]} wrap different models or use "
                 "different FSDP options (shapes, dtypes, requires_grad, bucket_cap_mb, prefetch, reshard_after_forward "
                 "or units differ): build the model alike on all ranks"
             )
@@ -162,10 +194,10 @@ class FSDPState:
             for key in module._parameters:
                 holders.setdefault(f"{module_name}.{key}" if module_name else key, []).append((module, key))
         is_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        initializer = MetaInitializer(model, agree_on_seed(init_seed, self.ranks), param_init_fn) if is_meta else None
+        initializer = MetaInitializer(model, self._agree_on_seed(init_seed), param_init_fn) if is_meta else None
         if initializer is None:
-            tensors = {name: t.data for name, t in (*model.named_parameters(), *model.named_buffers())}
-            make_ranks_agree(tensors, self.ranks)
+            tensors = {name: local_of(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+            make_ranks_agree(tensors, self.mesh.everyone)
 
         plan_names = {info.name: info.names for info in self.plan.params}
         index = 0
@@ -188,8 +220,16 @@ class FSDPState:
         if initializer is not None:
             initializer.materialize(model.modules())
 
+    def _agree_on_seed(self, init_seed: int | None) -> int:
+        seed = [agree_on_seed(init_seed, self.mesh.everyone)]
+        broadcast_over(self.tensor_mesh, seed)
+        return seed[0]
+
     def _shard_one(self, index: int, unit: int, names: tuple[str, ...], original: nn.Parameter) -> ShardedParam:
-        param = self._make_param(index, unit, names, original, original.detach().reshape(-1))
+        layout, data = self.plan.params[index].layout, local_of(original)
+        if layout is not None and not isinstance(original, DTensor):
+            data = layout.local_part(data)  # of a meta model: values are made whole
+        param = self._make_param(index, unit, names, original, data.reshape(-1))
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # they run on the piece's gradient from now on
             if getattr(original, hooks):
                 setattr(param.sharded, hooks, getattr(original, hooks))
@@ -224,7 +264,7 @@ class FSDPState:
         sharded.__dict__.update(like.__dict__)
         gathered.__dict__.update(like.__dict__)
         self.engine.bind(index, gathered, sharded)
-        return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered)
+        return ShardedParam(names, shape, unit, piece, row_aligned, sharded, gathered, info.layout)
 
     def _unlock_buffers(self, model: nn.Module) -> None:
         """Buffers that were made in inference mode can be written by a training forward, like the parameters."""
@@ -262,13 +302,14 @@ class FSDPState:
     def copy(self) -> FSDPState:
         """The same shards under an engine of their own, for a copy of the model that ``attach`` names. Collective."""
         new = FSDPState.__new__(FSDPState)
-        new.plan, new.ranks, new.policy, new.device = self.plan, self.ranks, self.policy, self.device
+        new.plan, new.policy, new.device = self.plan, self.policy, self.device
+        new.mesh, new.ranks, new.tensor_mesh, new.is_first = self.mesh, self.ranks, self.tensor_mesh, self.is_first
         new.communicator, new.recomputed, new.selective = self.communicator, self.recomputed, self.selective
         new._warns_of_float16, new._first_versions = self._warns_of_float16, None
-        new.gradients = GradientsOfModel(self.ranks.group)
+        new.gradients = self._new_gradients()
         new.hooks, new.forward_methods, new.whole, new.original_buffer_dtypes = [], {}, {}, {}
         new._slots = [[] for _ in self._slots]
-        communicator = make_communicator(self.ranks, self.communicator, self.device)
+        communicator = make_communicator(self.mesh, self.communicator, self.device)
         new.engine = _C.Engine(self.plan.native, self.plan.schedule, communicator, weakref.ref(new), self.device)
         new.params = []
         for index, param in enumerate(self.params):
@@ -302,6 +343,25 @@ class FSDPState:
             else:
                 table[hook.key] = made
             self.hooks.append(replace(hook, module=module))
+
+    def _new_gradients(self) -> GradientsOfModel:
+        tensor = groups_of(self.tensor_mesh)
+        shard, everyone = (() if r.group is None else (r.group,) for r in (self.ranks, self.mesh.everyone))
+        return GradientsOfModel((*shard, *tensor), (*everyone, *tensor))
+
+    def copies_of(self, param: ShardedParam) -> int:
+        """Tensor-parallel ranks that hold the same elements of ``param``, this one among them."""
+        if self.tensor_mesh is None:
+            return 1
+        return self.tensor_mesh.size() if param.layout is None else param.layout.copies
+
+    def all_here(self, what: str, way_out: str = "") -> None:
+        """Returns when all ranks of all replicas, and the tensor-parallel ones, have called it; RuntimeError that names
+        ``what`` and missing ranks otherwise.
+        """
+        all_ranks_here(self.mesh.everyone, what, way_out)
+        for group in groups_of(self.tensor_mesh):
+            all_ranks_here(as_group(group), what, way_out)
 
     def _register_owners(self, model: nn.Module) -> None:
         for module, unit in owners(model, self.plan.module_units).items():
@@ -363,7 +423,7 @@ class FSDPState:
         """RuntimeError unless the modules hold the sharded parameters and no pass is in progress."""
         self.recover()
         engine = self.engine
-        exposed = any(holder.get(key) is self.params[i].gathered for slots in self._slots for holder, key, i in slots)
+        exposed = any(self.params[i].is_exposed(holder.get(key)) for slots in self._slots for holder, key, i in slots)
         backward = engine.in_backward or torch._C._current_graph_task_id() != -1
         if backward or engine.in_forward or exposed:
             raise RuntimeError(
@@ -440,7 +500,7 @@ class FSDPState:
         for slots in self._slots if unit < 0 else (self._slots[unit],):
             if gathered:
                 for holder, key, index in slots:
-                    holder[key] = params[index].gathered
+                    holder[key] = params[index].in_module()
             else:
                 for holder, key, index in slots:
                     holder[key] = params[index].sharded
@@ -474,9 +534,9 @@ class FSDPState:
             "module (parametrize, weight_norm, tying) before FSDP(...)"
         )
 
-    def _wrap_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _wrap_gradient(self, param: int, gradient: torch.Tensor) -> torch.Tensor:
         """What ``.grad`` of a piece will be; ``gradient`` is a view of the shard of gradients."""
-        return GradientPiece.of(gradient, self.gradients)
+        return GradientPiece.of(gradient, self.gradients, self.copies_of(self.params[param]))
 
     def _log(self, message: str) -> None:
         logger.warning("rank %d: %s", self.ranks.ranks[self.ranks.index], message)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_npu.fsdp.collective import all_ranks_here
+from torchtitan_npu.fsdp.layout import broadcast_over
 from torchtitan_npu.fsdp.piece import Piece
 from torchtitan_npu.fsdp.state import FSDPState, InstalledHook, ShardedParam, state_of
 
@@ -83,8 +83,9 @@ def _save_hook(state: FSDPState, own: dict[str, int]) -> Callable[..., None]:
                 local_metadata.setdefault(_METADATA_KEY, {})[key] = {
                     "rank": state.ranks.index,
                     "world_size": state.ranks.size,
-                    "shape": list(param.shape),
+                    "shape": list(param.whole_shape),
                     "start": param.piece.start,
+                    "offsets": list(param.offsets),
                 }
         for key in module._buffers:
             original = state.original_buffer_dtypes.get((module, key))
@@ -124,7 +125,16 @@ def _load_hook(state: FSDPState, own: dict[str, int]) -> Callable[..., None]:
 def piece_of(state: FSDPState, param: ShardedParam, local: torch.Tensor) -> Piece:
     """``local`` (in the layout of ``param.sharded``) as this rank's piece of the whole tensor."""
     ranks = state.ranks
-    return Piece(local, fqn=param.name, shape=param.shape, start=param.start, rank=ranks.index, world_size=ranks.size)
+    return Piece(
+        local,
+        fqn=param.name,
+        shape=param.whole_shape,
+        start=param.start,
+        rank=ranks.index,
+        world_size=ranks.size,
+        offsets=param.offsets,
+        box_shape=param.shape,
+    )
 
 
 def local_part(
@@ -147,26 +157,31 @@ def local_part(
             "world_size": value.world_size,
             "shape": list(value.whole_shape),
             "start": value.start,
+            "offsets": list(value.offsets),
         }
         value = value.plain()
-    whole = value.shape == param.shape
+    whole = value.shape == param.whole_shape
     if shard is not None and (state.ranks.size > 1 or not whole):
-        fits = list(param.shape) == shard["shape"] and shard["start"] in (param.start, param.piece.start)
+        at = shard.get("offsets", [0] * len(param.shape))
+        fits = list(param.whole_shape) == shard["shape"] and list(param.offsets) == at
+        fits = fits and shard["start"] in (param.start, param.piece.start)
         if not fits or shard["world_size"] != state.ranks.size or value.shape != mine.shape:
             raise ValueError(
                 f"'{key}' is shard {shard['rank']} of {shard['world_size']} of a tensor of shape "
                 f"{tuple(shard['shape'])}; this is rank "
-                f"{state.ranks.index} of {state.ranks.size} and needs its own shard of {tuple(param.shape)}. {way_out}"
+                f"{state.ranks.index} of {state.ranks.size} and needs its own shard of {tuple(param.whole_shape)}. "
+                f"{way_out}"
             )
         return value
     if whole:
         start = param.start
-        return value.detach().reshape(-1)[start : start + mine.numel()].view(mine.shape)
+        value = value.detach() if param.layout is None else param.layout.local_part(value.detach())
+        return value.reshape(-1)[start : start + mine.numel()].view(mine.shape)
     if value.shape == mine.shape and wanted_type_is_local(state):
         return value
     raise ValueError(
-        f"'{key}' has shape {tuple(value.shape)}, but the model's parameter has {tuple(param.shape)}. If it is one "
-        f"rank's shard: {way_out}"
+        f"'{key}' has shape {tuple(value.shape)}, but the model's parameter has {tuple(param.whole_shape)}. If it "
+        f"is one rank's shard: {way_out}"
     )
 
 
@@ -182,9 +197,7 @@ def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]
     Raises RuntimeError within ``TORCHTITAN_NPU_STATE_DICT_TIMEOUT`` (30 s) if some ranks do not take part.
     """
     state = state_of(model)
-    all_ranks_here(
-        state.ranks, "a FULL state dict", ", or use the sharded kind of state dict, which needs no communication"
-    )
+    state.all_here("a FULL state dict", ", or use the sharded kind of state dict, which needs no communication")
     names = {name for param in state.params for name in param.names}
     full: dict[str, Any] = {}
     done: dict[str, torch.Tensor] = {}
@@ -194,22 +207,27 @@ def full_state_dict(model: nn.Module, sharded: dict[str, Any]) -> dict[str, Any]
                 gathered = gather_piece(state, value)
                 done[value.fqn] = gathered if gathered is not None else torch.empty(0)
             value = done[value.fqn]
-        if state.ranks.index == 0:
+        if state.is_first:
             is_buffer = isinstance(value, torch.Tensor) and key not in names
             full[key] = value.detach().clone() if is_buffer else value
     return full
 
 
 def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
-    """The whole tensor on the first rank, None elsewhere. Collective, point to point: memory for one tensor."""
+    """The whole tensor on the first rank of the first replica, None elsewhere. Collective, point to point: memory for
+    one tensor. Under tensor parallelism all tensor-parallel ranks of that rank have it.
+    """
     param = next(p for p in state.params if p.name == piece.fqn)
     index = state.params.index(param)
     item = 1 if param.sharded.dtype.is_floating_point else param.sharded.dtype.itemsize
     flat = piece.plain().contiguous().reshape(-1)
+    if state.mesh.everyone.ranks[0] not in state.ranks.ranks:
+        return None  # another replica sends its pieces
     if state.ranks.index != 0:
         if flat.numel():
             dist.send(flat, dst=state.ranks.ranks[0], group=state.ranks.group)
         return None
+    # Of a DTensor: its local tensor.
     whole = torch.empty(param.shape, dtype=piece.dtype, device=piece.device)
     out = whole.view(-1)
     for rank in range(state.ranks.size):
@@ -221,7 +239,7 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
             out[start : start + numel].copy_(flat)
         else:
             dist.recv(out[start : start + numel], src=state.ranks.ranks[rank], group=state.ranks.group)
-    return whole.cpu()
+    return (whole if param.layout is None else param.layout.gather(whole)).cpu()
 
 
 def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -234,7 +252,8 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with state_dict_type(model, StateDictType.FULL_STATE_DICT):
         full = model.state_dict()
     problem = [""]
-    if state.ranks.index == 0:
+    everyone = state.mesh.everyone
+    if state.is_first:
         target = Path(path)
         temporary = ""
         try:
@@ -250,7 +269,8 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
             problem[0] = str(error)
             if temporary:
                 Path(temporary).unlink(missing_ok=True)
-    if state.ranks.group is not None:
-        dist.broadcast_object_list(problem, src=state.ranks.ranks[0], group=state.ranks.group)
+    if everyone.group is not None:
+        dist.broadcast_object_list(problem, src=everyone.ranks[0], group=everyone.group)
+    broadcast_over(state.tensor_mesh, problem)
     if problem[0]:
         raise RuntimeError(f"cannot write the model to {os.fspath(path)}: {problem[0]}")

@@ -56,7 +56,10 @@ class FSDP(metaclass=_WrapOnCall):
             unit on the CPU, so no rank ever holds the whole model; the values are the same for any number of ranks.
         mixed_precision: ``MixedPrecisionPolicy`` or None.
         device_mesh: the ranks that share the model: None (all), an int, a list or 1-D tensor of global ranks, a 1-D
-        ``DeviceMesh``.
+            ``DeviceMesh``. Two dimensions (replicate x shard) are hybrid sharding: each row of ranks holds a sharded
+            copy of the model; gradients are averaged over all ranks, and all copies stay equal bit for bit. Parameters
+            that are DTensors already (``parallelize_module`` over another dimension of the mesh) are sharded as their
+            local tensors; modules see DTensors while they compute.
         reshard_after_forward: free gathered parameters after each forward (True, the default for units) or keep them
             until after backward (False). The root unit is always kept.
         bucket_cap_mb: largest collective in MiB of ``param_dtype`` bytes; a parameter larger than it is a bucket by
@@ -204,10 +207,11 @@ def _wrap(
             f"mixed_precision must be a MixedPrecisionPolicy or None, got {type(mixed_precision).__name__}"
         )
     policy = mixed_precision or MixedPrecisionPolicy()
-    ranks = resolve_mesh(device_mesh)
+    mesh = resolve_mesh(device_mesh)
     plan = plan_model(
         module,
-        ranks.size,
+        mesh.shard.size,
+        replicas=mesh.replicate.size,
         mixed_precision=policy,
         reshard_after_forward=reshard_after_forward,
         bucket_cap_mb=bucket_cap_mb,
@@ -218,7 +222,7 @@ def _wrap(
         state = FSDPState(
             module,
             plan,
-            ranks,
+            mesh,
             policy,
             communicator=communicator,
             device=_device_of(module, device),

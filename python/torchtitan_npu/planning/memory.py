@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan_npu.config import Config
+from torchtitan_npu.config import Config, validate_world
 from torchtitan_npu.models import build_model
 from torchtitan_npu.planning.options import fsdp_options
 
@@ -58,10 +58,10 @@ def format_bytes(size: int) -> str:
 def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     """Memory per card of a run of ``cfg`` on ``world_size`` ranks. Builds the model without memory.
 
-    Parameters, gradients, optimizer and buffers are exact for ``fsdp``; activations are an estimate.
+    Parameters, gradients, optimizer and buffers are exact for ``fsdp`` and ``hsdp``; activations are an estimate.
     """
     activations = activation_bytes(cfg)
-    if cfg.parallel.strategy == "fsdp":
+    if cfg.parallel.strategy != "ddp":
         plan = plan_fsdp(cfg, world_size)
         return MemoryEstimate(
             parameters=plan.parameter_bytes,
@@ -84,7 +84,8 @@ def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
 
     with torch.device("meta"):
         model = build_model(cfg.model)
-    return plan_model(model, world_size, **fsdp_options(cfg.parallel))
+    degrees = validate_world(cfg, world_size)
+    return plan_model(model, degrees.shard, replicas=degrees.replicate, **fsdp_options(cfg.parallel))
 
 
 def activation_bytes(cfg: Config) -> int:

@@ -28,7 +28,7 @@ def dry_run(cfg: Config, world_size: int) -> str:
         f"global batch: {sequences} sequences = {tokens:,} tokens per step; {training.max_steps:,} steps, "
         f"{tokens * training.max_steps:,} tokens",
         "",
-        *(_sharded(cfg, world_size) if cfg.parallel.strategy == "fsdp" else _replicated(cfg)),
+        *(_replicated(cfg) if cfg.parallel.strategy == "ddp" else _sharded(cfg, world_size)),
         "",
         *_memory(cfg, world_size),
     ]
@@ -50,9 +50,10 @@ def _sharded(cfg: Config, world_size: int) -> list[str]:
             each = " each" if count > 1 else ""
             rows.append(_COLUMNS.format(name, f"{units[start].numel:,}", units[start].buckets) + each)
             start = i
+    copies = f"; {plan.replicas} replicas of {plan.world_size} ranks" if plan.replicas > 1 else ""
     return [
         f"{plan.num_parameters:,} parameters in {len(units)} units and {plan.num_buckets} buckets ({cap}), "
-        f"padding {100 * plan.padding_fraction:.3f} %",
+        f"padding {100 * plan.padding_fraction:.3f} %{copies}",
         *rows,
     ]
 
@@ -66,9 +67,11 @@ def _replicated(cfg: Config) -> list[str]:
 def _memory(cfg: Config, world_size: int) -> list[str]:
     memory = estimate_memory(cfg, world_size)
     arena = {"arena": memory.buffers}
-    if cfg.parallel.strategy == "fsdp":
+    if cfg.parallel.strategy != "ddp":
         plan = plan_fsdp(cfg, world_size)
         arena |= {"  of it gathered": plan.gather_bytes, "  of it reduce": plan.reduce_bytes}
+        if plan.replicas > 1:
+            arena["  of it between replicas"] = plan.staging_bytes
     kinds = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,

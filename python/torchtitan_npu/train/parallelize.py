@@ -67,11 +67,9 @@ def parallelize(cfg: Config) -> ParallelModel:
     """
     with torch.device("meta"):
         model = build_model(cfg.model, document_mask=cfg.data.document_mask)
-    if cfg.parallel.strategy == "fsdp":
-        return ShardedModel(model, cfg)
     if cfg.parallel.strategy == "ddp":
         return ReplicatedModel(model, cfg)
-    raise ValueError(f"parallel.strategy={cfg.parallel.strategy} is not supported; use fsdp or ddp")
+    return ShardedModel(model, cfg)
 
 
 def make_scaler(cfg: Config, model: ParallelModel) -> GradScaler:
@@ -82,7 +80,7 @@ def make_scaler(cfg: Config, model: ParallelModel) -> GradScaler:
 
 
 class ShardedModel:
-    """``strategy: fsdp``. Gradients are reduced after every micro-batch: the least memory."""
+    """``strategy: fsdp`` and ``hsdp``. Gradients are reduced after every micro-batch: the least memory."""
 
     sharded = True
 
@@ -92,8 +90,13 @@ class ShardedModel:
         self.decayed = decayed_names(model)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         # FSDP returns the module that it was given, extended.
+        replicas = cfg.parallel.replicate_degree
+        mesh = None
+        if replicas > 1:  # neighbours shard: they share a machine, as a rule
+            mesh = torch.arange(dist.get_world_size()).view(replicas, -1)
         self._model: Any = FSDP(  # type: ignore[call-arg]
             model,
+            device_mesh=mesh,
             init_seed=cfg.training.seed,
             activation_checkpointing=cfg.training.activation_checkpointing,
             **fsdp_options(cfg.parallel),
