@@ -120,7 +120,7 @@ void Engine::queue_gather(std::int32_t unit) {
   u.tag = {static_cast<std::uint32_t>(unit), ++sequence_};
   u.state = State::kQueued;
   place_owner_[static_cast<std::size_t>(u.place)] = unit;
-  queue_.push_back(unit);
+  queue_.push_back({unit, u.place, u.tag, false});
   ++counters_.gathers;
   launch_queued(false);
 }
@@ -128,9 +128,8 @@ void Engine::queue_gather(std::int32_t unit) {
 // Launches queued gathers in order, as far as all ranks have left the places they go to.
 void Engine::launch_queued(bool wait_for_first) {
   while (!queue_.empty()) {
-    const std::int32_t unit = queue_.front();
-    auto& u = unit_state(unit);
-    const auto place = static_cast<std::uint32_t>(u.place);
+    const std::int32_t unit = queue_.front().unit;
+    const auto place = static_cast<std::uint32_t>(queue_.front().place);
     if (!comm_.place_is_free(place)) {
       if (!wait_for_first) {
         return;
@@ -139,24 +138,41 @@ void Engine::launch_queued(bool wait_for_first) {
       comm_.wait_place_free(place);
     }
     wait_for_first = false;
-    const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
-    masters_ready_.wait();
-    place_left_[place].wait();
-    const std::size_t base = arena_.places()[place].offset;
-    std::vector<runtime::Segments> segments;
-    for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
-      const auto& bucket = plan_.buckets()[static_cast<std::size_t>(b)];
-      const auto numel = static_cast<std::size_t>(bucket.shard_numel);
-      const runtime::Segments s{base + arena_.bucket_offset(b), numel * size_of(bucket.param_dtype)};
-      std::byte* mine = comm_.gather_memory(s.offset) + static_cast<std::size_t>(comm_.rank()) * s.shard_bytes;
-      device_.cast(mine, bucket.param_dtype, client_.master_shard(b), bucket.master_dtype, numel);
-      counters_.bytes_written += s.shard_bytes;
-      segments.push_back(s);
+    const Queued queued = queue_.front();
+    {
+      const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
+      launch_gather(queued);
+      if (queued.abandoned) {
+        comm_.release(place);
+        gathered_in_vain_.record();
+      }
     }
-    comm_.launch_gather(place, u.tag, segments);
     queue_.pop_front();
-    u.state = State::kLaunched;
+    if (queued.abandoned) {
+      gathered_in_vain_.wait();
+    } else {
+      unit_state(unit).state = State::kLaunched;
+    }
   }
+}
+
+// Writes this rank's shards, in the gather lane.
+void Engine::launch_gather(const Queued& queued) {
+  const auto place = static_cast<std::size_t>(queued.place);
+  masters_ready_.wait();
+  place_left_[place].wait();
+  const std::size_t base = arena_.places()[place].offset;
+  std::vector<runtime::Segments> segments;
+  for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(queued.unit)]) {
+    const auto& bucket = plan_.buckets()[static_cast<std::size_t>(b)];
+    const auto numel = static_cast<std::size_t>(bucket.shard_numel);
+    const runtime::Segments s{base + arena_.bucket_offset(b), numel * size_of(bucket.param_dtype)};
+    std::byte* mine = comm_.gather_memory(s.offset) + static_cast<std::size_t>(comm_.rank()) * s.shard_bytes;
+    device_.cast(mine, bucket.param_dtype, client_.master_shard(b), bucket.master_dtype, numel);
+    counters_.bytes_written += s.shard_bytes;
+    segments.push_back(s);
+  }
+  comm_.launch_gather(static_cast<std::uint32_t>(place), queued.tag, segments);
 }
 
 void Engine::gather(std::int32_t unit) {
@@ -186,9 +202,10 @@ void Engine::release(std::int32_t unit) {
   if (u.state == State::kSharded) {
     return;
   }
-  // Peers wait for what was queued: it is launched all the same.
-  while (u.state == State::kQueued) {
-    launch_queued(true);
+  if (u.state == State::kQueued) {
+    for (auto& queued : queue_) {
+      queued.abandoned = queued.abandoned || queued.unit == unit;
+    }
   }
   if (u.state == State::kGathered) {
     for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
@@ -196,7 +213,7 @@ void Engine::release(std::int32_t unit) {
     }
     place_left_[static_cast<std::size_t>(u.place)].record();
   }
-  {
+  if (u.state != State::kQueued) {
     const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
     comm_.release(static_cast<std::uint32_t>(u.place));
     gathered_in_vain_.record();

@@ -85,6 +85,15 @@ class Engine {
     std::uint64_t began = 0;  // in backward: stamp of the earliest call that is run backward, 0: unknown
   };
 
+  // A gather whose turn or place has not come. Once queued it is launched, as the other ranks do: also when nobody
+  // needs it any more (abandoned), but then nobody waits for that.
+  struct Queued {
+    std::int32_t unit = 0;
+    std::int32_t place = -1;
+    runtime::Tag tag;
+    bool abandoned = false;
+  };
+
   // The order in which units were used, recorded in one pass and expected in the next.
   struct Order {
     std::vector<std::int32_t> expected;
@@ -95,6 +104,7 @@ class Engine {
   void gather(std::int32_t unit);
   void queue_gather(std::int32_t unit);
   void launch_queued(bool wait_for_first);
+  void launch_gather(const Queued& queued);
   void record_and_prefetch(Order& order, std::int32_t unit, const char* pass);
   void release(std::int32_t unit);
   void release_all();
@@ -122,7 +132,7 @@ class Engine {
   std::vector<runtime::Mark> place_left_;  // per place: the last work that read it
   runtime::Mark masters_ready_;            // the last work that changed masters
   runtime::Mark gathered_in_vain_;         // the last gather that nobody waited for: it has read masters, too
-  std::deque<std::int32_t> queue_;         // gathers not launched yet, in sequence order
+  std::deque<Queued> queue_;               // gathers not launched yet, in sequence order
   Order forward_order_;
   Order backward_order_;
   std::uint64_t sequence_ = 0;

@@ -298,15 +298,24 @@ void C10dCommunicator::fail(const std::string& why) noexcept {
 // ---- gather ---------------------------------------------------------------------------------------------------------
 
 bool C10dCommunicator::place_is_free(std::uint32_t place) {
-  static_cast<void>(place);  // private memory: whoever released it may write it
-  return true;
+  // The memory is this rank's own; but a gather that was not waited for may still write there.
+  const auto found = leftovers_.find(place);
+  if (found == leftovers_.end()) return true;
+  return has_arrived(*found->second);
 }
 
-void C10dCommunicator::wait_place_free(std::uint32_t place) { static_cast<void>(place); }
+void C10dCommunicator::wait_place_free(std::uint32_t place) {
+  const auto found = leftovers_.find(place);
+  if (found != leftovers_.end()) wait(*found->second, false);
+}
 
 void C10dCommunicator::launch_gather(std::uint32_t place, const runtime::Tag& tag,
                                      std::span<const runtime::Segments> buckets) {
   check_not_failed();
+  if (const auto found = leftovers_.find(place); found != leftovers_.end()) {
+    wait_for_data(*found->second);
+    leftovers_.erase(found);
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> moves;  // all, my part
   for (const auto& bucket : buckets) {
     const std::size_t mine = bucket.offset + static_cast<std::size_t>(rank_) * bucket.shard_bytes;
@@ -335,11 +344,8 @@ void C10dCommunicator::wait_gather(std::uint32_t place, const runtime::Tag& tag)
 void C10dCommunicator::release(std::uint32_t place) {
   const auto found = pending_gathers_.find(place);
   if (found == pending_gathers_.end()) return;
-  // Gathered ahead of a use that did not come. A difference is found here, too, before this rank goes on.
-  if (failed_.empty()) {
-    wait(*found->second, false);
-    wait_for_data(*found->second);
-  }
+  // Gathered ahead of a use that did not come, or given up. Where ranks differ in it, the next wait says so.
+  leftovers_[place] = std::move(found->second);
   pending_gathers_.erase(found);
 }
 
