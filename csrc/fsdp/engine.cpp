@@ -101,7 +101,7 @@ void Engine::queue_gather(std::int32_t unit) {
   u.tag = {static_cast<std::uint32_t>(unit), ++sequence_};
   u.state = State::kQueued;
   place_owner_[static_cast<std::size_t>(u.place)] = unit;
-  queue_.push_back(unit);
+  queue_.push_back({unit, u.place, u.tag, false});
   ++counters_.gathers;
   launch_queued(false);
 }
@@ -109,9 +109,8 @@ void Engine::queue_gather(std::int32_t unit) {
 // Launches queued gathers in order, as far as all ranks have left the places they go to.
 void Engine::launch_queued(bool wait_for_first) {
   while (!queue_.empty()) {
-    const std::int32_t unit = queue_.front();
-    auto& u = unit_state(unit);
-    const auto place = static_cast<std::uint32_t>(u.place);
+    const std::int32_t unit = queue_.front().unit;
+    const auto place = static_cast<std::uint32_t>(queue_.front().place);
     if (!comm_.place_is_free(place)) {
       if (!wait_for_first) {
         return;
@@ -131,9 +130,14 @@ void Engine::launch_queued(bool wait_for_first) {
       counters_.bytes_written += s.shard_bytes;
       segments.push_back(s);
     }
-    comm_.launch_gather(place, u.tag, segments);
+    comm_.launch_gather(place, queue_.front().tag, segments);
+    const bool abandoned = queue_.front().abandoned;
     queue_.pop_front();
-    u.state = State::kLaunched;
+    if (abandoned) {
+      comm_.release(place);
+    } else {
+      unit_state(unit).state = State::kLaunched;
+    }
   }
 }
 
@@ -164,16 +168,19 @@ void Engine::release(std::int32_t unit) {
   if (u.state == State::kSharded) {
     return;
   }
-  // Peers wait for what was queued: it is launched all the same.
-  while (u.state == State::kQueued) {
-    launch_queued(true);
+  if (u.state == State::kQueued) {
+    for (auto& queued : queue_) {
+      queued.abandoned = queued.abandoned || queued.unit == unit;
+    }
   }
   if (u.state == State::kGathered) {
     for (const std::int32_t b : plan_.unit_buckets()[static_cast<std::size_t>(unit)]) {
       client_.unseat(b);
     }
   }
-  comm_.release(static_cast<std::uint32_t>(u.place));
+  if (u.state != State::kQueued) {
+    comm_.release(static_cast<std::uint32_t>(u.place));
+  }
   place_owner_[static_cast<std::size_t>(u.place)] = -1;
   u.place = -1;
   u.state = State::kSharded;
@@ -182,10 +189,10 @@ void Engine::release(std::int32_t unit) {
 
 void Engine::release_all() {
   // What is gathered first: ranks that end a pass together then find every place free. A release may launch what is
-  // queued, and when it does depends on the peers; so those that were launched meanwhile come last.
-  for (const State state : {State::kGathered, State::kLaunched, State::kQueued, State::kLaunched}) {
+  // queued, and when it does depends on the peers; so the rest is not told apart.
+  for (const bool gathered_only : {true, false}) {
     for (std::size_t u = 0; u < units_.size(); ++u) {
-      if (units_[u].state == state) {
+      if (units_[u].state == State::kGathered || !gathered_only) {
         release(static_cast<std::int32_t>(u));
       }
     }

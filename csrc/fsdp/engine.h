@@ -81,6 +81,15 @@ class Engine {
     std::uint64_t began = 0;  // in backward: stamp of the earliest call that is run backward, 0: unknown
   };
 
+  // A gather whose turn or place has not come. Once queued it is launched, as the other ranks do: also when nobody
+  // needs it any more (abandoned), but then nobody waits for that.
+  struct Queued {
+    std::int32_t unit = 0;
+    std::int32_t place = -1;
+    runtime::Tag tag;
+    bool abandoned = false;
+  };
+
   // The order in which units were used, recorded in one pass and expected in the next.
   struct Order {
     std::vector<std::int32_t> expected;
@@ -114,7 +123,7 @@ class Engine {
 
   std::vector<Unit> units_;
   std::vector<std::int32_t> place_owner_;  // unit in each place, or -1
-  std::deque<std::int32_t> queue_;         // gathers not launched yet, in sequence order
+  std::deque<Queued> queue_;               // gathers not launched yet, in sequence order
   Order forward_order_;
   Order backward_order_;
   std::uint64_t sequence_ = 0;

@@ -58,7 +58,9 @@ C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, double timeo
 }
 
 C10dCommunicator::~C10dCommunicator() {
-  if (gather_queue_) board_.post({NoteKind::kLeft, 0, gather_queue_->added(), reduction_queue_->added(), ""});
+  if (!gather_queue_) return;
+  const std::uint64_t gathers = gather_queue_->stop(), reductions = reduction_queue_->stop();
+  board_.post({NoteKind::kLeft, 0, gathers, reductions, ""});
 }
 
 std::string C10dCommunicator::name(int rank) const {
@@ -253,11 +255,20 @@ void C10dCommunicator::fail(const std::string& why) noexcept {
 // ---- gather ---------------------------------------------------------------------------------------------------------
 
 bool C10dCommunicator::place_is_free(std::uint32_t place) {
-  static_cast<void>(place);  // private memory: whoever released it may write it
+  // The memory is this rank's own; but a gather that was not waited for may still write there.
+  const auto found = leftovers_.find(place);
+  if (found == leftovers_.end()) return true;
+  if (!has_arrived(*found->second)) return false;
+  leftovers_.erase(found);
   return true;
 }
 
-void C10dCommunicator::wait_place_free(std::uint32_t place) { static_cast<void>(place); }
+void C10dCommunicator::wait_place_free(std::uint32_t place) {
+  const auto found = leftovers_.find(place);
+  if (found == leftovers_.end()) return;
+  wait(*found->second, false);
+  leftovers_.erase(found);
+}
 
 void C10dCommunicator::launch_gather(std::uint32_t place, const runtime::Tag& tag,
                                      std::span<const runtime::Segments> buckets) {
@@ -288,8 +299,8 @@ void C10dCommunicator::wait_gather(std::uint32_t place, const runtime::Tag& tag)
 void C10dCommunicator::release(std::uint32_t place) {
   const auto found = pending_gathers_.find(place);
   if (found == pending_gathers_.end()) return;
-  // Gathered ahead of a use that did not come. A difference is found here, too, before this rank goes on.
-  if (failed_.empty()) wait(*found->second, false);
+  // Gathered ahead of a use that did not come, or given up. Where ranks differ in it, the next wait says so.
+  leftovers_[place] = std::move(found->second);
   pending_gathers_.erase(found);
 }
 

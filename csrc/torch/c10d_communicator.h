@@ -111,6 +111,7 @@ class C10dCommunicator final : public runtime::Communicator {
   std::uint64_t ended_round_ = 0;                           // last backward pass that this rank closed or gave up
   std::string failed_;                                      // why this rank takes part in nothing more
   std::map<std::uint32_t, JobPtr> pending_gathers_;         // by place
+  std::map<std::uint32_t, JobPtr> leftovers_;               // by place: released before they had arrived
   std::vector<Reduction> reduction_of_;                     // by bucket
   std::vector<runtime::Contribution> held_back_;  // from the first one without a gradient here until close_round
   std::multimap<std::int64_t, at::Tensor> free_buffers_;
