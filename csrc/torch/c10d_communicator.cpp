@@ -86,7 +86,9 @@ C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, c10::Device 
 }
 
 C10dCommunicator::~C10dCommunicator() {
-  if (gather_queue_) board_.post({NoteKind::kLeft, 0, gather_queue_->added(), reduction_queue_->added(), ""});
+  if (!gather_queue_) return;
+  const std::uint64_t gathers = gather_queue_->stop(), reductions = reduction_queue_->stop();
+  board_.post({NoteKind::kLeft, 0, gathers, reductions, ""});
 }
 
 std::string C10dCommunicator::name(int rank) const {

@@ -47,13 +47,16 @@ std::vector<std::uint64_t> CollectiveQueue::Job::extra_of_any(std::size_t words)
 CollectiveQueue::CollectiveQueue(Group group, std::size_t extra_words)
     : group_(std::move(group)), words_(kHeaderWords + extra_words), thread_([this] { run(); }) {}
 
-CollectiveQueue::~CollectiveQueue() {
+CollectiveQueue::~CollectiveQueue() { stop(); }
+
+std::uint64_t CollectiveQueue::stop() {
   stop_ = true;
   {
     const std::lock_guard lock(mutex_);  // so that the thread is not between its look at stop_ and its sleep
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
+  return carried_out_;
 }
 
 CollectiveQueue::JobPtr CollectiveQueue::add(const Header& header, std::vector<std::uint64_t> extra, Launch launch) {
@@ -88,7 +91,8 @@ void CollectiveQueue::run() {
     } catch (...) {
       job->error_ = std::current_exception();
     }
-    if (stop_) return;
+    if (stop_ && !in_step) return;
+    ++carried_out_;
     job->launch_ = nullptr;
     job->announced_.store(true, std::memory_order_release);
     if (!in_step) {

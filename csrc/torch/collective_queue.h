@@ -84,6 +84,8 @@ class CollectiveQueue {
   // `launch` runs on the queue's thread, if all ranks agree; what it captures stays alive until then.
   JobPtr add(const Header& header, std::vector<std::uint64_t> extra, Launch launch);
   std::uint64_t added() const { return added_; }
+  // Ends the thread; what it has not carried out will never be. Returns how many it has, from the first on.
+  std::uint64_t stop();
   // The job that failed or in which ranks differ, if there is one: those behind it will never be announced.
   JobPtr broken() const { return broken_.load(std::memory_order_acquire) ? broken_job_ : nullptr; }
 
@@ -95,6 +97,7 @@ class CollectiveQueue {
   Group group_;
   std::size_t words_;
   std::uint64_t added_ = 0;
+  std::uint64_t carried_out_ = 0;  // the thread's own until it has ended
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Job>> jobs_;

@@ -103,7 +103,11 @@ def kill_one(choice: random.Random, world_size: int = 3, communicator: str | Non
     errors = {outcome.rank: outcome.value or outcome.error for outcome in outcomes if outcome.rank != victim}
     result = Kill(communicator, victim, phase, errors, ended_at - killed_at[0])
     assert outcomes[victim].error == f"died, exit code {-signal.SIGKILL}", outcomes[victim]
-    assert all(outcome.finished for outcome in outcomes if outcome.rank != victim), f"a rank goes on: {result}"
+    survivors = [outcome for outcome in outcomes if outcome.rank != victim]
+    if phase == "checkpoint":  # in torch's own collectives one may wait for another that has raised, as long as that lives
+        assert any(outcome.finished for outcome in survivors), f"nobody has noticed: {result}"
+    else:
+        assert all(outcome.finished for outcome in survivors), f"a rank goes on: {result}"
     assert "no error" not in errors.values() and result.seconds < LIMIT_SECONDS, result
     if phase in ("forward", "backward"):  # in the others, torch's own collectives or nobody may be first to see it
         assert any(re.search(rf"rank {victim}\b", error) for error in errors.values()), result
