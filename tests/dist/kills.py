@@ -108,7 +108,8 @@ def kill_one(choice: random.Random, world_size: int = 3, communicator: str | Non
         assert any(outcome.finished for outcome in survivors), f"nobody has noticed: {result}"
     else:
         assert all(outcome.finished for outcome in survivors), f"a rank goes on: {result}"
-    assert "no error" not in errors.values() and result.seconds < LIMIT_SECONDS, result
+        assert result.seconds < LIMIT_SECONDS, result
+    assert "no error" not in errors.values(), result
     if phase in ("forward", "backward"):  # in the others, torch's own collectives or nobody may be first to see it
         assert any(re.search(rf"rank {victim}\b", error) for error in errors.values()), result
     assert not any(process.is_alive() for process in group.processes)
