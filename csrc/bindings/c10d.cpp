@@ -27,11 +27,12 @@ void bind_c10d(py::module_& m) {
       "Collectives of a sharded model with replicas. `inner`: inside this rank's replica; `between`: the group of the "
       "ranks that hold the same shard, `global_ranks` by name; `board`: a store of this model's own.")
       .def(py::init([](std::shared_ptr<tt::runtime::Communicator> inner, tt::HybridCommunicator::Group between,
-                       std::vector<int> global_ranks, c10::intrusive_ptr<c10d::Store> board) {
+                       std::vector<int> global_ranks, c10::intrusive_ptr<c10d::Store> board, double timeout_seconds) {
              return std::make_shared<tt::HybridCommunicator>(std::move(inner), std::move(between),
                                                              std::move(global_ranks), std::move(board),
-                                                             std::make_shared<tt::host::HostDevice>());
+                                                             std::make_shared<tt::host::HostDevice>(), timeout_seconds);
            }),
-           py::arg("inner"), py::arg("between"), py::arg("global_ranks"), py::arg("board"))
+           py::arg("inner"), py::arg("between"), py::arg("global_ranks"), py::arg("board"), py::kw_only(),
+           py::arg("timeout_seconds"))
       .def_property_readonly("replicas", &tt::HybridCommunicator::replicas);
 }

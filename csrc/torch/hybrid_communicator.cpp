@@ -68,14 +68,35 @@ class HybridCommunicator::Patience {
     if (since_look_ > milliseconds(100)) {
       since_look_ = microseconds(0);
       look_at_board();
+      if (to_the_end_) {
+        look_at_clock();
+      }
     }
   }
 
  private:
+  // What this rank waits for now; not with the same bucket in all of a wait.
+  std::string awaited() const {
+    const auto first = first_wanted();
+    return first != owner_.travels_.end() ? owner_.describe(first->bucket, first->round) : "the sum over replicas";
+  }
+
+  // The first that is waited for: those behind it wait for the same.
+  std::deque<Travel>::const_iterator first_wanted() const {
+    return std::find_if(owner_.travels_.begin(), owner_.travels_.end(), [](const Travel& t) { return t.wanted; });
+  }
+
+  void look_at_clock() {
+    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count() > owner_.timeout_seconds_) {
+      owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], " waited ", owner_.timeout_seconds_,
+                         " seconds for ", awaited(),
+                         ": a rank did not come to it. See the logs and stacks of all ranks (`py-spy dump --pid`). If "
+                         "the others are only slow (first compilation, slow storage), raise HCCL_EXEC_TIMEOUT"));
+    }
+  }
+
   void look_at_board() {
-    // The first that is waited for: those behind it wait for the same.
-    const auto first =
-        std::find_if(owner_.travels_.begin(), owner_.travels_.end(), [](const Travel& t) { return t.wanted; });
+    const auto first = first_wanted();
     const bool travels = first != owner_.travels_.end();
     std::string why = owner_.board_.failure();
     if (why.empty() && to_the_end_) {
@@ -84,12 +105,12 @@ class HybridCommunicator::Patience {
     if (why.empty() || (travels && first->work->isCompleted())) {
       return;
     }
-    const std::string what = travels ? owner_.describe(first->bucket, first->round) : "the sum over replicas";
-    owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], ": ", what, " will not come: ", why));
+    owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], ": ", awaited(), " will not come: ", why));
   }
 
   HybridCommunicator& owner_;
   bool to_the_end_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   microseconds pause_{10};
   microseconds since_progress_{0};
   microseconds since_look_{0};
@@ -97,17 +118,21 @@ class HybridCommunicator::Patience {
 
 HybridCommunicator::HybridCommunicator(std::shared_ptr<runtime::Communicator> inner, Group between,
                                        std::vector<int> global_ranks, c10::intrusive_ptr<c10d::Store> board,
-                                       std::shared_ptr<runtime::Device> device)
+                                       std::shared_ptr<runtime::Device> device, double timeout_seconds)
     : inner_(std::move(inner)),
       between_(std::move(between)),
       global_ranks_(std::move(global_ranks)),
       replica_(static_cast<std::size_t>(between_->getRank())),
       device_(std::move(device)),
+      timeout_seconds_(timeout_seconds),
       name_(str(inner_->name(), " inside and c10d between ", global_ranks_.size(), " replicas")),
       owner_pid_(::getpid()),
       board_(std::move(board), str("rank ", global_ranks_.at(replica_)), names_of(global_ranks_)) {
   if (static_cast<std::size_t>(between_->getSize()) != global_ranks_.size()) {
     throw ValueError(str(global_ranks_.size(), " global ranks for a group of ", between_->getSize()));
+  }
+  if (!(timeout_seconds_ > 0)) {
+    throw ValueError(str("a timeout of ", timeout_seconds_, " seconds: it must be positive"));
   }
 }
 

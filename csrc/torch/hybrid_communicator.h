@@ -33,9 +33,11 @@ class HybridCommunicator final : public runtime::Communicator {
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
   // `between`: the ranks that hold this rank's shard, one per replica; `global_ranks`: their names in messages.
-  // `board`: seen by all ranks of all replicas and used for nothing else.
+  // `board`: seen by all ranks of all replicas and used for nothing else. `timeout_seconds`: of a wait for another
+  // replica, once this rank's part of the backward is done.
   HybridCommunicator(std::shared_ptr<runtime::Communicator> inner, Group between, std::vector<int> global_ranks,
-                     c10::intrusive_ptr<c10d::Store> board, std::shared_ptr<runtime::Device> device);
+                     c10::intrusive_ptr<c10d::Store> board, std::shared_ptr<runtime::Device> device,
+                     double timeout_seconds);
   ~HybridCommunicator() override;
 
   int rank() const override { return inner_->rank(); }
@@ -134,6 +136,7 @@ class HybridCommunicator final : public runtime::Communicator {
   std::vector<int> global_ranks_;
   std::size_t replica_;  // this rank's
   std::shared_ptr<runtime::Device> device_;
+  double timeout_seconds_;
   std::string name_;
   int owner_pid_;  // a forked child must not take leave in this rank's name
   FailureBoard board_;

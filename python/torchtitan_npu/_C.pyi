@@ -302,7 +302,13 @@ class HybridCommunicator(Communicator):
     """
 
     def __init__(
-        self, inner: Communicator, between: ProcessGroup, global_ranks: Sequence[int], board: Store
+        self,
+        inner: Communicator,
+        between: ProcessGroup,
+        global_ranks: Sequence[int],
+        board: Store,
+        *,
+        timeout_seconds: float,
     ) -> None: ...
     @property
     def replicas(self) -> int: ...

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pool import RankGroup
 from twin import SmallModel, Twin, next_token_loss, tokens_for
 
+from torchtitan_npu import _C
 from torchtitan_npu.fsdp import FSDP, PeerError
 
 MESH = [[0, 1], [2, 3]]
@@ -135,3 +136,39 @@ def test_one_replica_takes_fewer_steps() -> None:
     assert not any(outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
     for rank in (0, 1):
         assert "has closed its communicator. All ranks must run the same number of steps" in outcomes[rank].value
+
+
+def stay_away() -> str:
+    """The second replica comes to no step, and lives on until the first has given up."""
+    os.environ["HCCL_EXEC_TIMEOUT"] = "1"
+    model: Any = FSDP(SmallModel(), device_mesh=MESH)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() >= 2:
+        store.wait(["rank 0 gave up", "rank 1 gave up"])
+        return ""
+    with pytest.raises(PeerError) as caught:
+        next_token_loss(model, tokens_for(0, 0)).backward()
+    store.set(f"rank {dist.get_rank()} gave up", "")
+    return str(caught.value)
+
+
+def test_a_replica_that_does_not_come() -> None:
+    """Rank 0 and 1 wait as long as HCCL_EXEC_TIMEOUT says, or one hears it from the other."""
+    outcomes = run(stay_away)
+    assert not any(outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+    for rank in (0, 1):
+        assert "waited 1 seconds for the sum of bucket" in outcomes[rank].value, outcomes[rank].value
+
+
+def decide_apart() -> str:
+    """As if the second replica's ranks were on machines of their own."""
+    if dist.get_rank() >= 2:
+        _C.shm_identity = lambda: f"machine of rank {dist.get_rank()}"  # type: ignore[method-assign]
+    twin = Twin(SmallModel, device_mesh=MESH)
+    twin.train(1)
+    return twin.state.engine.communicator_name
+
+
+def test_replicas_on_one_machine_and_on_several_decide_alike() -> None:
+    outcomes = run(decide_apart)
+    assert [outcome.error or outcome.value for outcome in outcomes] == ["c10d inside and c10d between 2 replicas"] * 4

@@ -58,7 +58,7 @@ std::unique_ptr<ShardPlan> make_plan(int ranks, unsigned seed) {
   std::vector<ParamSpec> params;
   std::vector<UnitSpec> units;
   for (std::int32_t u = 0; u < kUnits; ++u) {
-    UnitSpec unit{"u" + std::to_string(u), {}};
+    UnitSpec unit{tt::str("u", u), {}};
     const std::uint32_t count = 1 + below(random, 5);
     for (std::uint32_t i = 0; i < count; ++i) {
       ParamSpec param;

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 
 from torchtitan_npu import _C
 from torchtitan_npu.fsdp.mesh import Mesh, RankGroup
-from torchtitan_npu.launch import read_timeouts
+from torchtitan_npu.launch import Timeouts, read_timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,14 @@ def make_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communi
     token = [secrets.token_hex(16)]
     dist.broadcast_object_list(token, src=mesh.everyone.ranks[0], group=mesh.everyone.group)
     board = dist.PrefixStore(f"torchtitan-npu/{token[0]}", dist.distributed_c10d._get_default_store())
-    return _C.HybridCommunicator(inner, mesh.new_group(mesh.columns), list(mesh.replicate.ranks), board)
+    timeouts = read_timeouts()
+    between = mesh.new_group(mesh.columns, timeouts.process_group)
+    ranks = list(mesh.replicate.ranks)
+    return _C.HybridCommunicator(inner, between, ranks, board, timeout_seconds=_wait_seconds(timeouts))
+
+
+def _wait_seconds(timeouts: Timeouts) -> float:
+    return timeouts.exec_seconds or 10 * 365 * 86400  # 0 means: wait for ever
 
 
 def _sharding_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communicator:
@@ -41,17 +48,19 @@ def _sharding_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Co
     if kind not in KINDS:
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
     timeouts = read_timeouts()
-    wait_seconds = timeouts.exec_seconds or 10 * 365 * 86400  # 0 means: wait for ever
+    wait_seconds = _wait_seconds(timeouts)
     if device.type != "cpu":
-        return _through_c10d(mesh, device, wait_seconds, _backends_on_accelerator(ranks, kind, device))
+        return _through_c10d(mesh, device, timeouts, _backends_on_accelerator(ranks, kind, device))
     if ranks.group is None:
         return _C.ShmCommunicator(0, 1, timeout_seconds=wait_seconds)
     if kind != "c10d":
         mine = (_C.shm_identity(), secrets.token_hex(16))
-        all_of_them: list[tuple[str, str]] = [("", "")] * ranks.size
-        dist.all_gather_object(all_of_them, mine, group=ranks.group)
-        if all(identity == mine[0] for identity, _ in all_of_them):
-            socket_name = f"torchtitan-npu-{all_of_them[0][1]}"
+        all_of_them: list[tuple[str, str]] = [("", "")] * mesh.everyone.size
+        dist.all_gather_object(all_of_them, mine, group=mesh.everyone.group)
+        of_rank = dict(zip(mesh.everyone.ranks, all_of_them, strict=True))
+        # All replicas decide alike: making process groups takes all ranks.
+        if all(len({of_rank[rank][0] for rank in row}) == 1 for row in mesh.rows):
+            socket_name = f"torchtitan-npu-{of_rank[ranks.ranks[0]][1]}"
             return _C.ShmCommunicator(
                 ranks.index,
                 ranks.size,
@@ -67,7 +76,7 @@ def _sharding_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Co
                 "use 'auto' or 'c10d'"
             )
         logger.info("ranks are on several machines: collectives through c10d")
-    return _through_c10d(mesh, device, wait_seconds)
+    return _through_c10d(mesh, device, timeouts)
 
 
 def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) -> str:
@@ -90,9 +99,8 @@ def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) 
     return f"cpu:gloo,{device.type}:{of_device}"
 
 
-def _through_c10d(
-    mesh: Mesh, device: torch.device, wait_seconds: float, backends: str | None = None
-) -> _C.Communicator:
-    groups = [mesh.new_group(mesh.rows, backends) for _ in range(2)]
-    ranks = list(mesh.shard.ranks)
-    return _C.C10dCommunicator(*groups, device=device, timeout_seconds=wait_seconds, global_ranks=ranks)
+def _through_c10d(mesh: Mesh, device: torch.device, timeouts: Timeouts, backends: str | None = None) -> _C.Communicator:
+    groups = [mesh.new_group(mesh.rows, timeouts.process_group, backends) for _ in range(2)]
+    return _C.C10dCommunicator(
+        *groups, device=device, timeout_seconds=_wait_seconds(timeouts), global_ranks=list(mesh.shard.ranks)
+    )

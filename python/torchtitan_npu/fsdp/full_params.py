@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from torchtitan_npu.fsdp.state import FSDPState, owner_of, state_of
+from torchtitan_npu.fsdp.layout import local_of
+from torchtitan_npu.fsdp.state import FSDPState, ShardedParam, owner_of, state_of
 
 
 @contextmanager
@@ -28,6 +30,8 @@ def full_params(
         recurse: with the parameters of its submodules, or only those that it holds directly.
         writeback: on leaving, each rank takes its part of what the parameters then hold: make the same change on all
             ranks. Without it, and after an exception inside, changes are dropped.
+
+    Parameters that were DTensors are DTensors again, around their whole local tensors.
 
     ``model.state_dict()`` inside has the whole tensors, and a whole state dict loads. Gradients and the optimizer's
     state stay sharded: ``.grad`` of a whole parameter is None. Forward is refused inside; entering is refused inside
@@ -103,9 +107,10 @@ def _make_whole(state: FSDPState, unit: int, wanted: set[int]) -> None:
                 continue
             param, placement = state.params[index], plan.placement(index)
             values = buffer[placement.offset : placement.offset + placement.numel]
-            whole = nn.Parameter(
-                values.view(param.sharded.dtype).view(param.shape), requires_grad=param.sharded.requires_grad
-            )
+            values = values.view(param.sharded.dtype).view(param.shape)
+            if param.layout is not None:
+                values = param.layout.whole_of(values)
+            whole = nn.Parameter(values, requires_grad=param.sharded.requires_grad)
             whole.__dict__.update(param.sharded.__dict__)
             made[index] = whole
     for holder, key, index in state._slots[unit]:
@@ -119,14 +124,30 @@ def _write_back(state: FSDPState, unit: int) -> None:
         param, found = state.params[index], holder.get(key)
         if param.name not in state.whole:
             continue
-        if found is None or found.shape != param.shape:
+        if found is None or found.shape != param.whole_shape:
             raise RuntimeError(
                 f"parameter '{param.name}' {'is gone' if found is None else f'has shape {tuple(found.shape)}'} at the "
-                f"end of full_params(writeback=True), but its shape is {tuple(param.shape)}: change values only"
+                f"end of full_params(writeback=True), but its shape is {tuple(param.whole_shape)}: change values only"
             )
         with torch.no_grad():
+            values = _local_part(param, found)
             start, numel = param.start, param.sharded.numel()
-            param.sharded.copy_(found.detach().reshape(-1)[start : start + numel].view(param.sharded.shape))
+            param.sharded.copy_(values.reshape(-1)[start : start + numel].view(param.sharded.shape))
+
+
+def _local_part(param: ShardedParam, found: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor parameter: its local tensor, in whichever form the whole was put there."""
+    if param.layout is None:
+        return found.detach()
+    if not isinstance(found, DTensor):
+        return param.layout.local_part(found.detach())
+    if found.device_mesh != param.layout.mesh or tuple(found.placements) != param.layout.placements:
+        raise RuntimeError(
+            f"parameter '{param.name}' is a DTensor with placements {tuple(found.placements)} over {found.device_mesh} "
+            f"at the end of full_params(writeback=True), but it was one with {param.layout.placements} over "
+            f"{param.layout.mesh}: change values only"
+        )
+    return local_of(found)
 
 
 def _make_sharded(state: FSDPState, unit: int) -> None:

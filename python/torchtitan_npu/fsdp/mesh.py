@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,11 +50,15 @@ class Mesh:
         """The ranks that hold the same shard, for every shard."""
         return tuple(zip(*self.rows, strict=True))
 
-    def new_group(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    def new_group(
+        self, parts: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None
+    ) -> dist.ProcessGroup:
         """A process group of the one of ``parts`` that has this rank. Collective: all ranks of the mesh call it with
-        the same parts, which have all ranks of the mesh. ``backend``: as for ``torch.distributed.new_group``.
+        the same parts, which have all ranks of the mesh. ``timeout`` and ``backend``: as for
+        ``torch.distributed.new_group``.
         """
-        return _new_group(parts, complete=self.everyone.size == dist.get_world_size(), backend=backend)
+        complete = self.everyone.size == dist.get_world_size()
+        return _new_group(parts, complete=complete, timeout=timeout, backend=backend)
 
 
 def resolve_mesh(device_mesh: Any) -> Mesh:
@@ -114,14 +119,14 @@ def _group_of(parts: Sequence[Sequence[int]], *, complete: bool) -> RankGroup:
     return as_group(world if world is not None and is_world else _new_group(parts, complete=complete))
 
 
-def _new_group(parts: Sequence[Sequence[int]], *, complete: bool, backend: str | None = None) -> dist.ProcessGroup:
-    """``complete``: the parts have all ranks of the world."""
+def _new_group(parts: Sequence[Sequence[int]], *, complete: bool, **options: Any) -> dist.ProcessGroup:
+    """``complete``: the parts have all ranks of the world. ``options``: of ``torch.distributed.new_group``."""
     # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
     # wrapped a small model alone), they would wait under different names. The whole world needs none.
     if not complete:
         mine = next(part for part in parts if dist.get_rank() in part)
-        return dist.new_group(list(mine), backend=backend, use_local_synchronization=True)
-    groups = [dist.new_group(list(part), backend=backend) for part in parts]
+        return dist.new_group(list(mine), use_local_synchronization=True, **options)
+    groups = [dist.new_group(list(part), **options) for part in parts]
     return next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part)
 
 
