@@ -138,6 +138,8 @@ void bind_engine(py::module_& m) {
           py::arg("param"), py::arg("sizes"), py::arg("dtype"))
       .def("bind", &tt::TorchEngine::bind, py::arg("param"), py::arg("gathered"), py::arg("sharded"))
       .def(
+          "allocate", [](tt::TorchEngine& self) { self.engine().allocate(); }, ReleaseGil())
+      .def(
           "begin_forward", [](tt::TorchEngine& self) { self.engine().begin_forward(); }, ReleaseGil())
       .def(
           "end_forward", [](tt::TorchEngine& self, bool backward) { self.engine().end_forward(backward); },

@@ -69,8 +69,9 @@ Engine::Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& 
   for (std::size_t place = 0; place < arena_.places().size(); ++place) {
     place_left_.emplace_back(device);
   }
-  comm_.allocate(layout_of(plan, arena_));
 }
+
+void Engine::allocate() { comm_.allocate(layout_of(plan_, arena_)); }
 
 // ---- gathering
 // --------------------------------------------------------------------------------------------------------

@@ -36,9 +36,12 @@ class Engine {
  public:
   static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
 
-  // All references must outlive the engine. Collective: allocates the arena through `comm`.
+  // All references must outlive the engine.
   Engine(const ShardPlan& plan, Schedule schedule, runtime::Communicator& comm, runtime::Device& device,
          EngineClient& client);
+
+  // Takes the arena's memory, through the communicator. Collective; once, before all that follows.
+  void allocate();
 
   // ---- forward: begin/end around the root module's call, before/after around each unit's
   void begin_forward();

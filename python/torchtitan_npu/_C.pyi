@@ -377,7 +377,7 @@ class TorchDevice(Device):
     def __init__(self, device: torch.device) -> None: ...
 
 class Engine:
-    """The FSDP engine of one wrapped model. Building it is collective."""
+    """The FSDP engine of one wrapped model."""
 
     def __init__(
         self,
@@ -396,6 +396,8 @@ class Engine:
     def gathered_view(self, param: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The gathered parameter; readable only while its unit is gathered."""
     def bind(self, param: int, gathered: torch.Tensor, sharded: torch.Tensor) -> None: ...
+    def allocate(self) -> None:
+        """Takes the arena's memory. Collective; once, before the first forward."""
     def begin_forward(self) -> None: ...
     def end_forward(self, backward_follows: bool) -> None: ...
     def before_forward(self, unit: int) -> None: ...

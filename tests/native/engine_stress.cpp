@@ -249,6 +249,7 @@ class Rank {
         ledger_(plan, ranks),
         comm_(ShmOptions{rank, ranks, "", 60, 60, {}}, source.source()),
         engine_(plan, schedule(seed), comm_, device_, client_) {
+    engine_.allocate();
     comm_.set_progress([this] { engine_.progress(); });
   }
 

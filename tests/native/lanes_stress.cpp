@@ -407,6 +407,7 @@ class Rank final : public tt::fsdp::EngineClient {
     schedule.reshard_after_forward[0] = false;
     schedule.prefetch = static_cast<std::int32_t>(seed % 3);
     engine_ = std::make_unique<Engine>(plan_, schedule, comm_, device_, *this);
+    engine_->allocate();
   }
 
   // `program`: the same random numbers on all ranks.

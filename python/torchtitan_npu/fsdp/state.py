@@ -150,6 +150,7 @@ class FSDPState:
             plan.native, plan.schedule, make_communicator(mesh, communicator, device), weakref.ref(self), device
         )
         self._shard(model, param_init_fn, init_seed)
+        self.engine.allocate()  # after the whole parameters are gone: the peak of wrapping is theirs
         self._unlock_buffers(model)
         self._place_buffers(model)
         self._surround_calls()
@@ -196,8 +197,10 @@ class FSDPState:
         is_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
         initializer = MetaInitializer(model, self._agree_on_seed(init_seed), param_init_fn) if is_meta else None
         if initializer is None:
-            tensors = {name: local_of(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-            make_ranks_agree(tensors, self.mesh.everyone)
+            make_ranks_agree(
+                {name: local_of(t) for name, t in (*model.named_parameters(), *model.named_buffers())},
+                self.mesh.everyone,
+            )
 
         plan_names = {info.name: info.names for info in self.plan.params}
         index = 0
@@ -317,6 +320,7 @@ class FSDPState:
             made = new._make_param(index, param.unit, param.names, param.sharded, values)
             made.sharded.requires_grad_(param.sharded.requires_grad)  # which may have been changed since the wrap
             new.params.append(made)
+        new.engine.allocate()
         return new
 
     def attach(self, model: nn.Module, of: FSDPState, memo: dict[int, Any]) -> None:
