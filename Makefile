@@ -128,6 +128,7 @@ sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread 
 	    export TT_DELAY_SEED=$$seed; \
 	    for ranks in 1 2 3 4 7; do $$build/engine_stress $$ranks 40 $$seed; done; \
 	    for ranks in 2 4 7; do $$build/shm_stress $$ranks 100; done; \
+	    for ranks in 2 3; do $$build/lanes_stress $$ranks 40 $$seed; done; \
 	  done; \
 	done
 
