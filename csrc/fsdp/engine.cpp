@@ -412,6 +412,11 @@ GradientDestination Engine::gradient_destination(std::int32_t param) {
 }
 
 void Engine::end_backward() {
+  // Where collectives have one order, the end of a round has its place among the gathers: it must not depend on when
+  // places became free.
+  while (comm_.needs_fixed_order() && !queue_.empty()) {
+    launch_queued(true);
+  }
   {
     const Timer timer(counters_.wait_seconds);
     reducer_.end_round();
