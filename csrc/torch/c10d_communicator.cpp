@@ -322,15 +322,9 @@ C10dCommunicator::Reduction& C10dCommunicator::reduction(std::uint32_t bucket, s
   return r;
 }
 
-void C10dCommunicator::start(const runtime::Contribution& c, bool is_void) {
+void C10dCommunicator::start(const runtime::Contribution& c) {
   auto& r = reduction_of_.at(c.bucket);
-  const auto what = is_void ? Header::What::kVoidReduction : Header::What::kReduction;
-  const Header header{what, c.bucket, static_cast<std::int64_t>(c.round)};
   r.launched = true;
-  if (is_void) {
-    r.job = reduction_queue_->add(header, c.reported, nullptr);
-    return;
-  }
   r.shard_bytes = c.shard_numel * size_of(c.wire);
   const std::size_t bytes = r.shard_bytes * static_cast<std::size_t>(size_);
   at::Tensor mine;
@@ -341,6 +335,7 @@ void C10dCommunicator::start(const runtime::Contribution& c, bool is_void) {
     mine = part_of(reduce_memory_, c.offset, bytes);
   }
   r.received = take_buffer(static_cast<std::int64_t>(bytes));
+  const Header header{Header::What::kReduction, c.bucket, static_cast<std::int64_t>(c.round)};
   r.job = reduction_queue_->add(header, c.reported, [group = reductions_, received = r.received, mine]() mutable {
     std::vector<std::int64_t> even;
     return std::vector<Work>{group->all_to_all_single(received, mine, even, even)};
@@ -355,7 +350,7 @@ void C10dCommunicator::launch_reduce(const runtime::Contribution& contribution) 
   if (contribution.offset == runtime::kNoGradient || !held_back_.empty()) {
     held_back_.push_back(contribution);
   } else {
-    start(contribution, false);
+    start(contribution);
   }
 }
 
@@ -379,7 +374,7 @@ void C10dCommunicator::close_round(std::uint64_t round) {
   }
   for (const auto& c : held_back_) {
     if ((anywhere[c.bucket / 64] >> (c.bucket % 64) & 1U) != 0) {
-      start(c, false);
+      start(c);
     } else {
       reduction_of_[c.bucket].launched = true;  // no rank has a gradient
     }
@@ -393,8 +388,12 @@ void C10dCommunicator::abort_round(std::uint64_t round, std::span<const runtime:
   // bucket may be complete on one rank only. Void ones make them equal, so that the next backward pass is in step; and
   // a rank that goes on reads in them that this one did not.
   if (failed_.empty()) {
-    for (const auto& c : held_back_) start(c, true);
-    for (const auto& c : not_launched) start(c, true);
+    const auto add_void = [this](const runtime::Contribution& c) {
+      const Header header{Header::What::kVoidReduction, c.bucket, static_cast<std::int64_t>(c.round)};
+      reduction_queue_->add(header, c.reported, nullptr);
+    };
+    std::for_each(held_back_.begin(), held_back_.end(), add_void);
+    std::for_each(not_launched.begin(), not_launched.end(), add_void);
   }
   held_back_.clear();
   for (auto& r : reduction_of_) {
