@@ -359,16 +359,9 @@ C10dCommunicator::Reduction& C10dCommunicator::reduction(std::uint32_t bucket, s
   return r;
 }
 
-void C10dCommunicator::start(const runtime::Contribution& c, bool is_void) {
+void C10dCommunicator::start(const runtime::Contribution& c) {
   auto& r = reduction_of_.at(c.bucket);
-  const auto what = is_void ? Header::What::kVoidReduction : Header::What::kReduction;
-  const Header header{what, c.bucket, static_cast<std::int64_t>(c.round)};
-  r.round = c.round;
   r.launched = true;
-  if (is_void) {
-    r.job = reduction_queue_->add(header, c.reported, nullptr);
-    return;
-  }
   r.shard_bytes = c.shard_numel * size_of(c.wire);
   r.received = std::make_shared<at::Tensor>();
   const std::size_t bytes = r.shard_bytes * static_cast<std::size_t>(size_);
@@ -382,6 +375,7 @@ void C10dCommunicator::start(const runtime::Contribution& c, bool is_void) {
     std::vector<std::int64_t> even;
     return std::vector<Work>{group->all_to_all_single(*received, sent, even, even)};
   };
+  const Header header{Header::What::kReduction, c.bucket, static_cast<std::int64_t>(c.round)};
   r.job = reduction_queue_->add(header, c.reported, in_lane(launch));
 }
 
@@ -390,7 +384,7 @@ void C10dCommunicator::launch_reduce(const runtime::Contribution& contribution) 
   auto& r = reduction_of_.at(contribution.bucket);
   r = Reduction{};
   r.round = contribution.round;
-  start(contribution, false);
+  start(contribution);
 }
 
 // Gathers and reductions are two queues. Ranks that have come apart, one in a gather and one in a reduction, find that
@@ -407,7 +401,10 @@ void C10dCommunicator::abort_round(std::uint64_t round, std::span<const runtime:
   // bucket may be complete on one rank only. Void ones make them equal, so that the next backward pass is in step; and
   // a rank that goes on reads in them that this one did not.
   if (failed_.empty()) {
-    for (const auto& c : not_launched) start(c, true);
+    for (const auto& c : not_launched) {
+      const Header header{Header::What::kVoidReduction, c.bucket, static_cast<std::int64_t>(c.round)};
+      reduction_queue_->add(header, c.reported, nullptr);
+    }
   }
   for (auto& r : reduction_of_) {
     if (r.round == round) r = Reduction{};  // what is under way keeps its buffers

@@ -118,7 +118,7 @@ class C10dCommunicator final : public runtime::Communicator {
   void check_not_failed() const;
   [[noreturn]] void throw_failure(const std::string& message);
 
-  void start(const runtime::Contribution& contribution, bool is_void);
+  void start(const runtime::Contribution& contribution);
   Reduction& reduction(std::uint32_t bucket, std::uint64_t round);
   std::string describe(const Header& header) const;
   std::string name(int rank) const;
