@@ -208,6 +208,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, directory: str) ->
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    gc.collect()
+    gc.freeze()  # the modules of torch are not looked through again after each test, nor for optimizers at each wrap
     while (message := _receive(pipe)) is not None:
         pipe.send(_call(*message))
     os._exit(0)  # without the destructors of process groups that other ranks have left
