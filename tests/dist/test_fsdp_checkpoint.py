@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pool import on_ranks
 from torch import nn
@@ -115,3 +116,25 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     ):
         dcp.load({"model": wider.state_dict()}, checkpoint_id=path)
     assert all(torch.equal(p, before[name]) for name, p in wider.named_parameters())
+
+
+@pytest.mark.parametrize("communicator", ["auto", "c10d"])
+@on_ranks(2, 3)
+def test_saves_between_steps_leave_no_collective_behind(communicator: str, tmp_path: Path) -> None:
+    """Every second step is saved, and the same number of messages again each time; training goes on as if not."""
+    twin = Twin(SmallModel, communicator=communicator)
+    ours = torch.optim.AdamW(twin.model.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(twin.plain.parameters(), lr=1e-2)
+    collectives: list[int] = []
+    for step in range(6):
+        ours.zero_grad()
+        twin.backward(step)
+        ours.step()
+        theirs.step()
+        twin.check_weights()
+        if step % 2:
+            before = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+            state = {"model": twin.model.state_dict(), "optimizer": optimizer_state_dict(twin.model, ours)}
+            dcp.save(state, checkpoint_id=str(tmp_path / str(step)))
+            collectives.append(dist.group.WORLD._get_sequence_number_for_group() - before)  # type: ignore[union-attr]
+    assert len(set(collectives)) == 1, collectives

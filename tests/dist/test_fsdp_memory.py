@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import on_ranks
+from torch import nn
 from twin import VOCAB, SmallModel, Twin, next_token_loss, tokens_for
 
 from torchtitan_npu.fsdp import FSDP, MixedPrecisionPolicy, plan_model
@@ -162,3 +163,28 @@ def test_a_dropped_model_is_freed() -> None:
     del model
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]
+
+
+class LargeVocabulary(nn.Module):
+    """Embedding and head, not tied, are most of the model, and both in the root unit."""
+
+    def __init__(self, vocab: int = 400, dim: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+
+@pytest.mark.parametrize("cap_kib", [16, 64, 256])
+@on_ranks(1, 4)
+def test_no_buffer_is_larger_than_the_cap_or_the_largest_parameter(cap_kib: int) -> None:
+    """Embedding and head are not gathered or reduced as one, whatever the cap."""
+    plan = plan_model(LargeVocabulary(), dist.get_world_size(), bucket_cap_mb=cap_kib / 1024)
+    largest_parameter = 400 * 32 * 4
+    for bucket in plan.native.buckets:
+        size = plan.world_size * bucket.shard_numel * 4
+        # Padding to whole rows: at most one of 32 floats a shard.
+        assert size <= max(cap_kib * 1024, largest_parameter) + plan.world_size * 32 * 4
+    by_bucket = [[plan.params[i].name for i in bucket.params] for bucket in plan.native.buckets]
+    alone = cap_kib * 1024 < 2 * largest_parameter
+    assert not alone or not any({"embed.weight", "head.weight"} <= set(names) for names in by_bucket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pool import on_ranks
 from torch import nn
@@ -433,3 +434,21 @@ def test_names_and_order_are_the_models_own() -> None:
     assert [n for n, _ in twin.model.named_parameters()] == [n for n, _ in twin.plain.named_parameters()]
     assert isinstance(twin.model, SmallModel) and repr(twin.model.layers) == repr(twin.plain.layers)
     assert next_token_loss(twin.model, tokens_for(0, 0)).requires_grad
+
+
+class OneNumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+@COMMUNICATORS
+@on_ranks(1, 2, 4)
+def test_a_model_of_one_number(communicator: str) -> None:
+    """Also where its shard is whole on one rank, and where the model is only replicated."""
+    Twin(OneNumber, squared_loss, floats_for, communicator=communicator).train(3)
+    if dist.get_world_size() == 2:
+        Twin(OneNumber, squared_loss, floats_for, communicator=communicator, device_mesh=[[0], [1]]).train(3)
