@@ -54,6 +54,7 @@ class RankGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.tests = 0
         self.directory = Path(tempfile.mkdtemp(prefix="torchtitan-npu-ranks-"))
         self._output_before = [0] * size
         context = multiprocessing.get_context("forkserver")
@@ -138,8 +139,13 @@ class RankGroup:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+# A model that communicates through c10d leaves process groups behind, whose threads wake up now and then: hundreds of
+# them take most of two cores.
+TESTS_PER_GROUP = 40
+
+
 class RankPool:
-    """One group per world size."""
+    """One group per world size, a new one after ``TESTS_PER_GROUP`` tests."""
 
     def __init__(self) -> None:
         self._groups: dict[int, RankGroup] = {}
@@ -152,7 +158,8 @@ class RankPool:
         outcomes = group.call(body, timeout, **kwargs)
         failed = [outcome for outcome in outcomes if outcome.error]
         if not failed:
-            if own_group:
+            group.tests += 1
+            if own_group or group.tests >= TESTS_PER_GROUP:
                 group.close()
             else:
                 self._groups[size] = group
