@@ -133,12 +133,15 @@ def plot(path: Path, rows: list[dict[str, Any]], args: argparse.Namespace) -> No
         path,
         f"bucket_cap_mb, {args.ranks} ranks, {args.dtype}, {args.shape.parameters / 1e6:.1f} M parameters",
         names,
-        {
-            "step, ms": [1e3 * row["step_seconds"] for row in rows],
-            "peak RSS, MiB": [(row["peak_resident_bytes"] or 0) / MIB for row in rows],
-            "arena, MiB": [row["arena_bytes"] / MIB if row["arena_bytes"] else None for row in rows],
-        },
-        "by cap, MiB (fsdp2: torch's units)",
+        {"step": [1e3 * row["step_seconds"] for row in rows]},
+        "ms, by bucket_cap_mb",
+        beside=(
+            "MiB",
+            {
+                "peak RSS": [(row["peak_resident_bytes"] or 0) / MIB for row in rows],
+                "arena": [row["arena_bytes"] / MIB if row["arena_bytes"] else None for row in rows],
+            },
+        ),
     )
 
 

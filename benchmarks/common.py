@@ -275,31 +275,39 @@ def write_png(
     ylabel: str,
     labels: dict[str, Sequence[str]] | None = None,
     log_scale: bool = False,
+    beside: tuple[str, dict[str, Sequence[float | None]]] | None = None,
 ) -> None:
-    """Grouped bars: one group per entry of ``groups``, one bar per series (None: no bar), ``labels`` above the bars."""
+    """Grouped bars: one group per entry of ``groups``, one bar per series (None: no bar), ``labels`` above the bars.
+
+    ``beside``: label and series of a second picture to the right, for what has another unit.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(max(7.0, 0.5 * len(groups) * len(series) + 2), 4.5))
-    width = 0.8 / len(series)
-    for i, (name, values) in enumerate(series.items()):
-        positions = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
-        bars = axes.bar(positions, [value or 0.0 for value in values], width, label=name)
-        if labels is not None:
-            axes.bar_label(bars, labels[name], fontsize=7, padding=1)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.set_ylabel(ylabel)
+    pictures = [(ylabel, series)] + ([] if beside is None else [beside])
+    width = sum(max(7.0 / len(pictures), 0.5 * len(groups) * len(drawn) + 2) for _, drawn in pictures)
+    figure, all_axes = pyplot.subplots(1, len(pictures), figsize=(width, 4.5), squeeze=False)
+    for axes, (label, drawn) in zip(all_axes[0], pictures, strict=True):
+        bar_width = 0.8 / len(drawn)
+        for i, (name, values) in enumerate(drawn.items()):
+            positions = [g + (i - (len(drawn) - 1) / 2) * bar_width for g in range(len(groups))]
+            bars = axes.bar(positions, [value or 0.0 for value in values], bar_width, label=name)
+            if labels is not None and name in labels:
+                axes.bar_label(bars, labels[name], fontsize=7, padding=1)
+        axes.set_xticks(range(len(groups)), groups)
+        axes.set_ylabel(label)
+        axes.margins(y=0.12)
+        axes.legend(fontsize=8, ncols=min(4, len(drawn)), loc="upper center", bbox_to_anchor=(0.5, -0.08))
+    axes = all_axes[0][0]
     if log_scale:
         smallest = min(value for values in series.values() for value in values if value)
         axes.set_yscale("log")
         axes.set_ylim(bottom=10 ** math.floor(math.log10(smallest)))
-    axes.margins(y=0.12)
     facts = machine()
     figure.suptitle(title, fontsize=11)
     axes.set_title(f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, {facts['date']}", fontsize=8)
-    axes.legend(fontsize=8, ncols=min(4, len(series)), loc="upper center", bbox_to_anchor=(0.5, -0.08))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

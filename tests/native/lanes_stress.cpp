@@ -274,7 +274,6 @@ class LaneCommunicator final : public runtime::Communicator {
     const std::size_t bytes = c.shard_numel * size_of(c.wire);
     auto& received = received_[c.bucket];
     received.resize(bytes * world_.ranks);
-    zeros_.resize(std::max(zeros_.size(), received.size()));
     const bool none = c.offset == runtime::kNoGradient;
     const std::byte* mine = none ? nullptr : reduce_.data() + c.offset;
     device_.submit(tt::str("all-to-all of bucket ", c.bucket, " in round ", c.round), [this, mine, bytes, &received] {
@@ -347,7 +346,6 @@ class LaneCommunicator final : public runtime::Communicator {
   LaneDevice& device_;
   std::vector<std::byte> gather_;
   std::vector<std::byte> reduce_;
-  std::vector<std::byte> zeros_;
   std::vector<runtime::Mark> gathered_;           // per place
   std::vector<std::vector<std::byte>> received_;  // per bucket
   std::map<std::uint32_t, std::size_t> segment_bytes_;

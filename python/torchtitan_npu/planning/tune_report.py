@@ -337,9 +337,10 @@ def plot(
         predicted = [1e3 * p.step for p in predictions if p.ranks == ranks]
         times.plot(places, predicted, linestyle="--", marker=".", label=f"{ranks} ranks, predicted")
     times.set_ylabel("step, ms (median, quartiles)")
+    times.set_ylim(bottom=0)  # or noise would look like a difference
     times.legend(fontsize=8)
     memory.plot(places, [c.planned_bytes / MIB for c in candidates], marker="o", label="planned: shards and arena")
-    memory.plot(places, [c.plan.arena_bytes / MIB for c in candidates], marker="s", label="of it arena")
+    memory.plot(places, [c.plan.arena_bytes / MIB for c in candidates], marker="s", label="of that, the arena")
     memory.set_ylabel("MiB per rank")
     memory.set_ylim(bottom=0)
     memory.legend(fontsize=8)
