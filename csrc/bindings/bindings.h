@@ -5,5 +5,6 @@
 
 void bind_plan(pybind11::module_& m);
 void bind_host(pybind11::module_& m);
+void bind_ascend(pybind11::module_& m);
 void bind_c10d(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "host/host_device.h"
 #include "torch/dtypes.h"
+#include "torch/make_device.h"
 #include "torch/torch_device.h"
 #include "torch/torch_engine.h"
 
@@ -120,14 +120,8 @@ void bind_engine(py::module_& m) {
                        std::shared_ptr<tt::runtime::Communicator> comm, const py::weakref& owner, c10::Device where) {
              auto callbacks = callbacks_to(owner);
              const py::gil_scoped_release release;
-             std::shared_ptr<tt::runtime::Device> device;
-             if (where.is_cpu()) {
-               device = std::make_shared<tt::host::HostDevice>();
-             } else {
-               device = std::make_shared<tt::TorchDevice>(where);
-             }
-             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm), std::move(device),
-                                                      where, std::move(callbacks));
+             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm),
+                                                      tt::make_device(where), where, std::move(callbacks));
            }),
            py::arg("plan"), py::arg("schedule"), py::arg("communicator"), py::arg("owner"), py::arg("device"))
       .def("master", &tt::TorchEngine::master, py::arg("bucket"))

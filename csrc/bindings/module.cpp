@@ -26,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
   });
   bind_plan(m);
   bind_host(m);
+  bind_ascend(m);
   bind_c10d(m);
   bind_engine(m);
 }

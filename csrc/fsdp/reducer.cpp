@@ -344,20 +344,38 @@ void Reducer::sum(std::int32_t bucket) {
     how.divisor = static_cast<double>(plan_.world_size()) * comm_.replicas();
     std::byte* shard = client_.gradient_shard(bucket);
     const auto& params = spec(bucket).params;
+    // Neighbours that are summed alike are summed together: a device is asked once for a bucket, as a rule. What lies
+    // between their pieces is padding.
+    std::vector<bool> held(params.size());
     for (std::size_t i = 0; i < params.size(); ++i) {
-      if (!test(anywhere, i)) {
-        continue;
-      }
-      const Piece piece = plan_.piece(params[i], comm_.rank());
-      how.accumulate = client_.has_gradient(params[i]);
-      if (piece.numel > 0) {
-        const auto start = static_cast<std::size_t>(piece.shard_offset);
-        for (std::size_t r = 0; r < segments.size(); ++r) {
-          sources[r] = segments[r] == nullptr ? nullptr : segments[r] + start * size_of(how.wire);
+      held[i] = test(anywhere, i) && client_.has_gradient(params[i]);
+    }
+    for (std::size_t i = 0; i < params.size();) {
+      std::size_t next = i + 1;
+      if (test(anywhere, i)) {
+        std::int64_t start = 0, end = 0;
+        for (next = i; next < params.size() && test(anywhere, next) && held[next] == held[i]; ++next) {
+          const Piece piece = plan_.piece(params[next], comm_.rank());
+          if (piece.numel > 0) {
+            start = end == 0 ? piece.shard_offset : start;
+            end = piece.shard_offset + piece.numel;
+          }
         }
-        device_.sum(shard + start * size_of(master), sources, static_cast<std::size_t>(piece.numel), how);
+        how.accumulate = held[i];
+        const auto offset = static_cast<std::size_t>(start);
+        for (std::size_t r = 0; r < segments.size(); ++r) {
+          sources[r] = segments[r] == nullptr ? nullptr : segments[r] + offset * size_of(how.wire);
+        }
+        if (end > start) {
+          device_.sum(shard + offset * size_of(master), sources, static_cast<std::size_t>(end - start), how);
+        }
       }
-      client_.gradient_written(params[i]);
+      i = next;
+    }
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      if (test(anywhere, i)) {
+        client_.gradient_written(params[i]);
+      }
     }
   }
   comm_.finish_reduce(id, round_);

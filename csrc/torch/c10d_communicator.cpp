@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "host/rendezvous.h"
+#include "torch/group_transport.h"
 
 namespace tt {
 namespace {
@@ -64,9 +65,10 @@ at::Tensor C10dCommunicator::Memory::part(std::size_t offset, std::size_t bytes)
 }
 
 C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, c10::Device device, double timeout_seconds,
-                                   std::vector<int> global_ranks)
+                                   std::vector<int> global_ranks, Transports transports)
     : gathers_(std::move(gathers)),
       reductions_(std::move(reductions)),
+      transports_(std::move(transports)),
       rank_(gathers_->getRank()),
       size_(gathers_->getSize()),
       timeout_seconds_(timeout_seconds),
@@ -83,6 +85,8 @@ C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, c10::Device 
   if (!global_ranks_.empty() && global_ranks_.size() != static_cast<std::size_t>(size_)) {
     throw ValueError(str(global_ranks_.size(), " global ranks for ", size_, " ranks"));
   }
+  if (!transports_.gathers) transports_.gathers = std::make_shared<GroupTransport>(gathers_);
+  if (!transports_.reductions) transports_.reductions = std::make_shared<GroupTransport>(reductions_);
 }
 
 C10dCommunicator::~C10dCommunicator() {
@@ -100,7 +104,9 @@ void C10dCommunicator::allocate(const runtime::MemoryLayout& layout) {
   gather_memory_.allocate(layout.gather_bytes, layout.gather_reserved_bytes, layout.gather_overflow, device_);
   reduce_memory_.allocate(layout.reduce_bytes, layout.reduce_reserved_bytes, layout.reduce_overflow, device_);
   if (!on_host()) {
-    launches_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    gather_launches_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+    reduction_launches_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
   }
   reduction_of_.resize(layout.bucket_params.size());
 
@@ -165,6 +171,11 @@ void C10dCommunicator::wait_until(const Done& done, const std::string& of, std::
     if (now < next_notes) continue;
     next_notes = now + kNotesEvery;
     check_notes(of, number, of_reductions);
+    for (const auto& transport : {transports_.gathers, transports_.reductions}) {
+      if (const auto error = transport->error(); !error.empty()) {
+        throw_failure(str(name(rank_), " waited in ", of, ", and an earlier collective has failed: ", error));
+      }
+    }
     if (std::chrono::duration<double>(now - start).count() > timeout_seconds_) {
       throw_failure(str(name(rank_), " waited ", timeout_seconds_, " seconds in ", of,
                         " for a rank that did not come to it. See the logs and stacks of all ranks (`py-spy dump "
@@ -174,12 +185,13 @@ void C10dCommunicator::wait_until(const Done& done, const std::string& of, std::
   }
 }
 
-CollectiveQueue::Launch C10dCommunicator::in_lane(CollectiveQueue::Launch launch) {
+CollectiveQueue::Launch C10dCommunicator::in_lane(const std::optional<c10::Stream>& launches,
+                                                  CollectiveQueue::Launch launch) {
   if (on_host()) return launch;
   const c10::impl::VirtualGuardImpl guard(device_.type());
   const auto written = std::make_shared<c10::Event>(device_.type());
   written->record(guard.getStream(device_));
-  return [launch = std::move(launch), written, stream = *launches_](const Job& job) {
+  return [launch = std::move(launch), written, stream = *launches](const Job& job) {
     const c10::StreamGuard on(stream);
     written->block(stream);
     return launch(job);
@@ -325,12 +337,12 @@ void C10dCommunicator::launch_gather(std::uint32_t place, const runtime::Tag& ta
                        gather_memory_.part(mine, bucket.shard_bytes));
   }
   const Header header{Header::What::kGather, tag.unit, static_cast<std::int64_t>(tag.sequence)};
-  const auto launch = [group = gathers_, moves = std::move(moves)](const Job&) {
+  const auto launch = [transport = transports_.gathers, moves = std::move(moves)](const Job&) {
     std::vector<Work> works;
-    for (auto [all, part] : moves) works.push_back(group->all_gather_single(all, part));
+    for (const auto& [all, part] : moves) works.push_back(transport->all_gather(all, part));
     return works;
   };
-  pending_gathers_[place] = gather_queue_->add(header, {}, in_lane(launch));
+  pending_gathers_[place] = gather_queue_->add(header, {}, in_lane(gather_launches_, launch));
 }
 
 void C10dCommunicator::wait_gather(std::uint32_t place, const runtime::Tag& tag) {
@@ -365,18 +377,20 @@ void C10dCommunicator::start(const runtime::Contribution& c) {
   r.shard_bytes = c.shard_numel * size_of(c.wire);
   r.received = std::make_shared<at::Tensor>();
   const std::size_t bytes = r.shard_bytes * static_cast<std::size_t>(size_);
+  const bool added = transports_.reductions->adds(c.wire);
+  r.parts = added ? 1 : size_;
   at::Tensor mine;
   if (c.offset != runtime::kNoGradient) mine = reduce_memory_.part(c.offset, bytes);
-  const auto launch = [group = reductions_, pool = received_buffers_, received = r.received, mine, bytes,
-                       words = c.reported.size()](const Job& job) {
+  const auto launch = [transport = transports_.reductions, pool = received_buffers_, received = r.received, mine, bytes,
+                       part = r.shard_bytes, added, wire = c.wire, words = c.reported.size()](const Job& job) {
     if (!any(job.extra_of_any(words))) return std::vector<Work>{};  // no rank has a gradient
-    *received = pool->take(bytes);
-    auto sent = mine.defined() ? mine : at::zeros_like(*received);
-    std::vector<std::int64_t> even;
-    return std::vector<Work>{group->all_to_all_single(*received, sent, even, even)};
+    *received = pool->take(added ? part : bytes);
+    auto sent = mine.defined() ? mine : at::zeros({static_cast<std::int64_t>(bytes)}, received->options());
+    return std::vector<Work>{added ? transport->reduce_scatter(*received, std::move(sent), wire)
+                                   : transport->all_to_all(*received, std::move(sent))};
   };
   const Header header{Header::What::kReduction, c.bucket, static_cast<std::int64_t>(c.round)};
-  r.job = reduction_queue_->add(header, c.reported, in_lane(launch));
+  r.job = reduction_queue_->add(header, c.reported, in_lane(reduction_launches_, launch));
 }
 
 void C10dCommunicator::launch_reduce(const runtime::Contribution& contribution) {
@@ -447,9 +461,9 @@ std::vector<const std::byte*> C10dCommunicator::my_segment_everywhere(std::uint3
   auto& r = reduction(bucket, round);
   wait_for_data(*r.job);
   std::vector<const std::byte*> segments;
-  for (int peer = 0; peer < size_; ++peer) {
+  for (int part = 0; part < r.parts; ++part) {
     segments.push_back(static_cast<const std::byte*>(r.received->const_data_ptr()) +
-                       static_cast<std::size_t>(peer) * r.shard_bytes);
+                       static_cast<std::size_t>(part) * r.shard_bytes);
   }
   return segments;
 }

@@ -1,13 +1,15 @@
-// Collectives through a torch process group: the fallback for ranks that do not share memory.
+// Collectives through torch process groups: for ranks that do not share memory, and for accelerators.
 //
-// Reductions travel as an all-to-all in the wire dtype; each rank adds what it received in the sum dtype itself.
-// Gathers and reductions use groups of their own, since ranks may interleave the two differently.
+// Reductions travel as an all-to-all in the wire dtype; each rank adds what it received in the sum dtype itself. Where
+// the transport adds in that dtype anyway, it does. Gathers and reductions use groups of their own, since ranks may
+// interleave the two differently.
 //
 // Ranks that have come apart are found by what they announce (CollectiveQueue). A rank that does not come at all can
 // only say so through the store of the process group (PeerBoard).
 //
-// What the hosts announce are CPU tensors, also where the parameters are on an accelerator: the groups then have a
-// backend for each ("cpu:gloo,cuda:nccl"), and no host waits for its device.
+// What the hosts announce are CPU tensors, also where the parameters are on an accelerator, so that no host waits for
+// its device. Data go through the same groups, which then have a backend for each device ("cpu:gloo,cuda:nccl"), or
+// through transports of their own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,6 +31,7 @@
 #include "runtime/communicator.h"
 #include "torch/buffer_pool.h"
 #include "torch/collective_queue.h"
+#include "torch/data_transport.h"
 #include "torch/peer_board.h"
 
 namespace tt {
@@ -37,14 +40,18 @@ class C10dCommunicator final : public runtime::Communicator {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   // `global_ranks`: names of the ranks in messages; empty: 0 .. size-1.
+  struct Transports {
+    std::shared_ptr<DataTransport> gathers;  // none: the group's own
+    std::shared_ptr<DataTransport> reductions;
+  };
   // `device`: where gathered parameters and gradients live.
   C10dCommunicator(Group gathers, Group reductions, c10::Device device, double timeout_seconds,
-                   std::vector<int> global_ranks);
+                   std::vector<int> global_ranks, Transports transports = {});
   ~C10dCommunicator() override;
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  const char* name() const override { return "c10d"; }
+  const char* name() const override { return transports_.gathers->name(); }
 
   void allocate(const runtime::MemoryLayout& layout) override;
   std::byte* gather_memory(std::size_t offset) override { return gather_memory_.at(offset); }
@@ -97,8 +104,9 @@ class C10dCommunicator final : public runtime::Communicator {
     std::uint64_t round = 0;
     bool launched = false;
     JobPtr job;                            // announces which parameters have a gradient here
-    std::shared_ptr<at::Tensor> received;  // (N * shard bytes,) uint8; undefined if no rank has a gradient
+    std::shared_ptr<at::Tensor> received;  // (parts * shard bytes,) uint8; undefined if no rank has a gradient
     std::size_t shard_bytes = 0;
+    int parts = 0;  // one per rank, or one where the transport has added them
   };
 
   // Until the job's data have come; PeerError where they will not.
@@ -109,7 +117,7 @@ class C10dCommunicator final : public runtime::Communicator {
   bool has_arrived(const Job& job) const;
   bool on_host() const { return device_.is_cpu(); }
   // What `launch` does, in the order of the current lane of the caller, whichever thread runs it later.
-  CollectiveQueue::Launch in_lane(CollectiveQueue::Launch launch);
+  CollectiveQueue::Launch in_lane(const std::optional<c10::Stream>& launches, CollectiveQueue::Launch launch);
   void wait_for_data(const Job& job);
   void check_agreement(const Job& job);
   void check_notes(const std::string& of, std::uint64_t number, bool of_reductions);
@@ -125,6 +133,7 @@ class C10dCommunicator final : public runtime::Communicator {
 
   Group gathers_;
   Group reductions_;
+  Transports transports_;
   int rank_;
   int size_;
   double timeout_seconds_;
@@ -132,7 +141,10 @@ class C10dCommunicator final : public runtime::Communicator {
   PeerBoard board_;
   runtime::MemoryLayout layout_;
   c10::Device device_;
-  std::optional<c10::Stream> launches_;  // of an accelerator: where collectives are launched from
+  // Of an accelerator: where collectives are launched from. One for each queue: on one stream for both, ranks that
+  // interleave the two differently would wait in a circle.
+  std::optional<c10::Stream> gather_launches_;
+  std::optional<c10::Stream> reduction_launches_;
   Memory gather_memory_;
   Memory reduce_memory_;
   std::vector<std::optional<host::ProcessWatch>> watches_;  // of the ranks on this machine

@@ -92,6 +92,10 @@ void TorchDevice::sum(std::byte* dst, std::span<const std::byte* const> sources,
   auto result = elements(dst, spec.result, numel, device_);
   const auto wide = spec.wire == DType::kFloat64 ? c10::kDouble : c10::kFloat;
   const bool in_place = !spec.accumulate && spec.round_to == spec.result && result.scalar_type() == wide;
+  if (in_place && sources.size() == 1 && sources[0] != nullptr && from_torch(wide) == spec.wire) {
+    at::div_out(result, elements(sources[0], spec.wire, numel, device_), at::scalar_tensor(spec.divisor));
+    return;
+  }
   auto total = in_place ? result : at::empty_like(result, result.options().dtype(wide));
   bool first = true;
   for (const std::byte* source : sources) {

@@ -291,8 +291,10 @@ class C10dCommunicator(Communicator):
         device: torch.device,
         timeout_seconds: float,
         global_ranks: Sequence[int] = ...,
+        gather_transport: DataTransport | None = None,
+        reduction_transport: DataTransport | None = None,
     ) -> None:
-        """``device``: where parameters and gradients live."""
+        """``device``: where parameters and gradients live. Transports: how data travel, if not through the groups."""
 
 class HybridCommunicator(Communicator):
     """Collectives of a sharded model with replicas.
@@ -375,6 +377,45 @@ class TorchDevice(Device):
     """Any device that torch knows, through torch's operators, streams and events."""
 
     def __init__(self, device: torch.device) -> None: ...
+
+class NpuQueue:
+    """Submission to an NPU's streams in the order of torch_npu's own operators."""
+
+    def __init__(self, device: torch.device, ordering: str = "auto") -> None:
+        """``ordering``: ``"queue"`` (torch_npu's task queue), ``"drain"`` (wait until it is empty, then submit), or
+        ``"auto"``: the queue, where this torch_npu has the entry.
+        """
+    @property
+    def ordering(self) -> str: ...
+
+class AclDevice(Device):
+    """An Ascend NPU, through aclnn operators. RuntimeError where CANN is missing."""
+
+    def __init__(self, device: torch.device, queue: NpuQueue) -> None: ...
+
+class DataTransport:
+    """How the data of collectives travel."""
+
+    @property
+    def name(self) -> str: ...
+
+class HcclTransport(DataTransport):
+    """Through an HCCL communicator of its own."""
+
+    def __init__(self, group: ProcessGroup, key: str, device: torch.device, queue: NpuQueue) -> None:
+        """Collective over ``group``; ``key``: in its store, used for nothing else."""
+
+def explain_acl(code: int) -> str:
+    """Name, cause and next step of a status of AscendCL or aclnn."""
+
+def explain_hccl(code: int) -> str:
+    """Name, cause and next step of a status of HCCL."""
+
+def missing_from_cann() -> str:
+    """What the NPU needs of CANN and is not there, with the places searched; empty if nothing."""
+
+def cann_folders() -> list[str]:
+    """Where CANN's libraries are looked for, after the loader's own places."""
 
 class Engine:
     """The FSDP engine of one wrapped model."""

@@ -1,4 +1,4 @@
-"""Chooses how ranks exchange parameters and gradients: shared memory on one machine, c10d otherwise."""
+"""Chooses how ranks exchange parameters and gradients: shared memory on one machine, HCCL on NPUs, c10d otherwise."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torchtitan_npu.launch import Timeouts, read_timeouts
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("auto", "shared_memory", "c10d")
+KINDS = ("auto", "shared_memory", "c10d", "hccl")
 
 
 def make_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communicator:
-    """Collective over the ranks of ``mesh``, for parameters on ``device``. ``kind``: ``"auto"``, or one of the two to
-    insist on it (ValueError where it is impossible). It is about the ranks that shard; replicas reduce through c10d.
+    """Collective over the ranks of ``mesh``, for parameters on ``device``. ``kind``: ``"auto"``, or another of
+    ``KINDS`` to insist on it (ValueError where it is impossible). It is about the ranks that shard; replicas reduce
+    through c10d.
     """
     if mesh.replicate.size == 1:
         return _sharding_communicator(mesh, kind, device)
@@ -49,8 +50,13 @@ def _sharding_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Co
         raise ValueError(f"communicator must be one of {', '.join(KINDS)}, got {kind!r}")
     timeouts = read_timeouts()
     wait_seconds = _wait_seconds(timeouts)
+    if kind == "hccl" and device.type != "npu":
+        raise ValueError(f"communicator='hccl' is between NPUs, and the model is on {device}; use 'auto'")
     if device.type != "cpu":
-        return _through_c10d(mesh, device, timeouts, _backends_on_accelerator(ranks, kind, device))
+        backends = _backends_on_accelerator(ranks, kind, device)
+        if device.type == "npu" and kind != "c10d":
+            return _through_hccl(mesh, device, timeouts)
+        return _through_c10d(mesh, device, timeouts, backends)
     if ranks.group is None:
         return _C.ShmCommunicator(0, 1, timeout_seconds=wait_seconds)
     if kind != "c10d":
@@ -97,6 +103,24 @@ def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) 
         )
     # The hosts' own messages go through the CPU's backend, so that no host waits for its device.
     return f"cpu:gloo,{device.type}:{of_device}"
+
+
+def _through_hccl(mesh: Mesh, device: torch.device, timeouts: Timeouts) -> _C.Communicator:
+    """HCCL communicators of this model's own; what the hosts tell each other goes through gloo."""
+    groups = [mesh.new_group(mesh.rows, timeouts.process_group, "gloo") for _ in range(2)]
+    queue = _C.NpuQueue(device)
+    names = ("gathers", "reductions")
+    gathers, reductions = (
+        _C.HcclTransport(group, f"hccl/{name}", device, queue) for group, name in zip(groups, names, strict=True)
+    )
+    return _C.C10dCommunicator(
+        *groups,
+        device=device,
+        timeout_seconds=_wait_seconds(timeouts),
+        global_ranks=list(mesh.shard.ranks),
+        gather_transport=gathers,
+        reduction_transport=reductions,
+    )
 
 
 def _through_c10d(mesh: Mesh, device: torch.device, timeouts: Timeouts, backends: str | None = None) -> _C.Communicator:
