@@ -105,6 +105,8 @@ class TrainingConfig:
 class ParallelConfig:
     """The section ``parallel``: how ranks share the work, and in which number formats."""
 
+    device: Literal["auto", "cpu", "npu"] = "auto"
+    """Where ranks train: auto is an NPU each where torch_npu finds them, else the CPU."""
     dp_degree: DegreeOrRest = -1
     """Data-parallel degree; -1 is the ranks that the other degrees leave."""
     tp_degree: PositiveInt = 1

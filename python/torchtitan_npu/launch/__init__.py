@@ -1,5 +1,6 @@
 """Starting and stopping ranks: environment, process groups, timeouts, log output, failure reports."""
 
+from torchtitan_npu.launch.device import choose_device
 from torchtitan_npu.launch.distributed import connect, disconnect, gather_rows, gather_texts, together
 from torchtitan_npu.launch.environment import Environment, LaunchError, read_environment
 from torchtitan_npu.launch.failure import run_rank
@@ -10,6 +11,7 @@ __all__ = [
     "Environment",
     "LaunchError",
     "Timeouts",
+    "choose_device",
     "connect",
     "disconnect",
     "gather_rows",

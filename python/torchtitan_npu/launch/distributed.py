@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from torchtitan_npu.launch.device import BACKENDS
 from torchtitan_npu.launch.environment import Environment, LaunchError
 from torchtitan_npu.launch.timeouts import Timeouts
 
@@ -29,8 +30,9 @@ class PeerFailureError(RuntimeError):
     """Another rank failed; the message is ``rank i: its message``."""
 
 
-def connect(env: Environment, timeouts: Timeouts) -> None:
-    """Create the default process group (gloo); one process that nothing launched gets a group of its own.
+def connect(env: Environment, timeouts: Timeouts, device: torch.device) -> None:
+    """Create the default process group, for tensors on the CPU and on ``device``; one process that nothing launched
+    gets a group of its own.
 
     Raises:
         LaunchError: not all ranks arrived within ``timeouts.connect_seconds``; the message names the missing ones.
@@ -49,7 +51,7 @@ def connect(env: Environment, timeouts: Timeouts) -> None:
     else:
         store = dist.HashStore()
     dist.init_process_group(
-        "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=timeouts.process_group
+        BACKENDS[device.type], store=store, rank=env.rank, world_size=env.world_size, timeout=timeouts.process_group
     )
     _store = store
 

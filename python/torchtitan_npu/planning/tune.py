@@ -68,7 +68,7 @@ def run(cfg: Config, args: TuneArgs) -> int:
 
 
 def _run(cfg: Config, args: TuneArgs, env: Environment) -> int:
-    connect(env, read_timeouts())
+    connect(env, read_timeouts(), torch.device("cpu"))
     if args.predict_ranks and env.world_size < 2:
         raise TuneError(
             "--predict_ranks needs a measured fabric, and one rank sends nothing: start two or more through torchrun"

@@ -7,6 +7,7 @@ import logging
 from torchtitan_npu.config import Config, RunArgs
 from torchtitan_npu.launch import (
     Environment,
+    choose_device,
     connect,
     disconnect,
     gather_rows,
@@ -41,8 +42,9 @@ def _run(cfg: Config, args: RunArgs, env: Environment) -> int:
         logger.info("%s", timeouts.describe())
         for warning in timeouts.warnings:
             logger.warning("%s", warning)
-    connect(env, timeouts)
-    trainer = Trainer(cfg, args, env)
+    device = choose_device(cfg.parallel.device, env)
+    connect(env, timeouts, device)
+    trainer = Trainer(cfg, args, env, device)
     trainer.train()
     trainer.close()
     if env.world_size > 1:

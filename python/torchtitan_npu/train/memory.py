@@ -1,12 +1,28 @@
-"""Memory of the process and of the machine, on the CPU."""
+"""Memory that training has taken, and what there is: of an accelerator, or of the process and its machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 GIB = 1024**3
 _CGROUP_V2 = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has had of ``device`` so far: reserved by torch's allocator, or resident."""
+    if device.type == "cpu":
+        return peak_resident_bytes()
+    return int(torch.get_device_module(device).max_memory_reserved(device))
+
+
+def capacity_bytes(device: torch.device) -> int:
+    """What there is: of the accelerator for this rank, or of the machine for all its processes."""
+    if device.type == "cpu":
+        return memory_capacity_bytes()
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def peak_resident_bytes() -> int:

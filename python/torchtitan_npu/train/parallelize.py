@@ -60,16 +60,16 @@ class ParallelModel(Protocol):
         ...
 
 
-def parallelize(cfg: Config) -> ParallelModel:
-    """Build and initialise the model that ``cfg`` describes. Collective.
+def parallelize(cfg: Config, device: torch.device) -> ParallelModel:
+    """Build and initialise the model that ``cfg`` describes, on ``device``. Collective.
 
     It is built without memory first; FSDP shards it and then fills the shards, so no rank ever holds the whole model.
     """
     with torch.device("meta"):
         model = build_model(cfg.model, document_mask=cfg.data.document_mask)
     if cfg.parallel.strategy == "ddp":
-        return ReplicatedModel(model, cfg)
-    return ShardedModel(model, cfg)
+        return ReplicatedModel(model, cfg, device)
+    return ShardedModel(model, cfg, device)
 
 
 def make_scaler(cfg: Config, model: ParallelModel) -> GradScaler:
@@ -84,7 +84,7 @@ class ShardedModel:
 
     sharded = True
 
-    def __init__(self, model: nn.Module, cfg: Config) -> None:
+    def __init__(self, model: nn.Module, cfg: Config, device: torch.device) -> None:
         from torchtitan_npu.fsdp import FSDP
 
         self.decayed = decayed_names(model)
@@ -96,6 +96,7 @@ class ShardedModel:
             mesh = torch.arange(dist.get_world_size()).view(replicas, -1)
         self._model: Any = FSDP(  # type: ignore[call-arg]
             model,
+            device=device,
             device_mesh=mesh,
             init_seed=cfg.training.seed,
             activation_checkpointing=cfg.training.activation_checkpointing,
@@ -121,15 +122,16 @@ class ReplicatedModel:
 
     sharded = False
 
-    def __init__(self, model: nn.Module, cfg: Config) -> None:
+    def __init__(self, model: nn.Module, cfg: Config, device: torch.device) -> None:
         if cfg.parallel.reshard_after_forward is not None:
             logger.warning("parallel.reshard_after_forward has no effect with parallel.strategy=ddp")
         self.decayed = decayed_names(model)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         from torchtitan_npu.fsdp import materialize, recompute_activations
 
-        self.module = materialize(model, cfg.training.seed)  # the values that strategy: fsdp starts from
+        self.module = materialize(model, cfg.training.seed).to(device)  # the values that strategy: fsdp starts from
         recompute_activations(self.module, cfg.training.activation_checkpointing)
+        self._device_type = device.type
         self._autocast_dtype = _AUTOCAST[cfg.parallel.dtype]
         self._ddp = DistributedDataParallel(
             self.module,
@@ -142,7 +144,7 @@ class ReplicatedModel:
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         dtype = self._autocast_dtype
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        with torch.autocast(self._device_type, dtype=dtype, enabled=dtype is not None):
             return self._ddp(tokens_BT)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:

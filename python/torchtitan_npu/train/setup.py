@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from torchtitan_npu.config import Config, RunArgs
 from torchtitan_npu.data import DataError, PackedLoader, TokenDataset, open_dataset
 from torchtitan_npu.launch import Environment, gather_texts, together
@@ -58,18 +60,19 @@ def open_loader(cfg: Config, args: RunArgs, env: Environment, dp_degree: int) ->
     return together(build_loader)
 
 
-def log_header(cfg: Config, *, num_parameters: int, dp_degree: int, memory: str) -> None:
+def log_header(cfg: Config, *, device: torch.device, num_parameters: int, dp_degree: int, memory: str) -> None:
     """What the run is, before step 1: parameters, tokens, memory."""
     training = cfg.training
     sequences = training.batch_size * dp_degree * training.gradient_accumulation_steps
     tokens = sequences * training.seq_len
     logger.info(
-        "model %s: %s parameters, strategy %s, %s, data-parallel degree %d",
+        "model %s: %s parameters, strategy %s, %s, data-parallel degree %d, on %s",
         cfg.model.name,
         f"{num_parameters:,}",
         cfg.parallel.strategy,
         cfg.parallel.dtype,
         dp_degree,
+        "the CPU" if device.type == "cpu" else f"{torch.get_device_module(device).get_device_name(device)} each",
     )
     logger.info(
         "global batch: batch_size %d x dp_degree %d x gradient_accumulation_steps %d = %d sequences = %s tokens per "

@@ -15,7 +15,7 @@ from torchtitan_npu.data import Batch
 from torchtitan_npu.launch import Environment, gather_rows, gather_texts, together
 from torchtitan_npu.planning import estimate_memory
 from torchtitan_npu.train.loss import count_valid_labels, step_loss
-from torchtitan_npu.train.memory import memory_capacity_bytes, peak_resident_bytes
+from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
 from torchtitan_npu.train.parallelize import make_scaler, parallelize
@@ -39,8 +39,8 @@ class Trainer:
     Every method is collective.
     """
 
-    def __init__(self, cfg: Config, args: RunArgs, env: Environment) -> None:
-        self.cfg, self.args, self.env = cfg, args, env
+    def __init__(self, cfg: Config, args: RunArgs, env: Environment, device: torch.device) -> None:
+        self.cfg, self.args, self.env, self.device = cfg, args, env, device
         self.dp_degree = validate_world(cfg, env.world_size).dp
         if cfg.training.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -54,13 +54,14 @@ class Trainer:
         if self.finished:
             return
 
-        self.model = parallelize(cfg)
+        self.model = parallelize(cfg, device)
         # From here on the random state belongs to training; initialisation must not shift it.
         torch.manual_seed(cfg.training.seed + env.rank)
         self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg.training)
         self.scaler = make_scaler(cfg, self.model)
         log_header(
             cfg,
+            device=device,
             num_parameters=self.model.num_parameters,
             dp_degree=self.dp_degree,
             memory=estimate_memory(cfg, env.world_size).describe() if env.rank == 0 else "",
@@ -68,7 +69,7 @@ class Trainer:
         if self.last_checkpoint is not None:
             self._resume(self.last_checkpoint)
         self.metrics = together(lambda: MetricsWriter(args.log_dir, resumed_step=self.step) if env.rank == 0 else None)
-        self._capacity_bytes = memory_capacity_bytes()
+        self._capacity_bytes = capacity_bytes(device)
 
     def train(self) -> None:
         """Run the remaining steps, saving as configured.
@@ -130,7 +131,7 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         overflow = self.scaler.overflowed(self.optimizer)
         grad_norm = self.model.clip_grad_norm(training.max_grad_norm)
-        rows = gather_rows([loss_sum, grad_norm, peak_resident_bytes()])
+        rows = gather_rows([loss_sum, grad_norm, peak_bytes(self.device)])
         self._check_finite(step, rows, first_sample, overflow=overflow)
 
         learning_rate = learning_rate_at(
@@ -163,14 +164,15 @@ class Trainer:
 
     def _accumulate_gradients(self, batches: list[Batch], valid_labels: int) -> float:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses in nats."""
-        loss_sum = 0.0
+        losses = []
         for index, batch in enumerate(batches):
+            inputs, labels = (t.to(self.device, non_blocking=True) for t in (batch.inputs, batch.labels))
             with self.model.micro_batch(last=index == len(batches) - 1):
-                logits_BTV = self.model.forward(batch.inputs)
-                scaled, total = step_loss(logits_BTV, batch.labels, valid_labels=valid_labels, dp_degree=self.dp_degree)
+                logits_BTV = self.model.forward(inputs)
+                scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.dp_degree)
                 self.scaler.scale(scaled).backward()
-            loss_sum += float(total)
-        return loss_sum
+            losses.append(total)
+        return sum(float(loss) for loss in losses)  # only now: each waits for the device
 
     def _update(self, step: int) -> None:
         """The optimizer's step, unless the scaled gradients overflowed: then no rank changes its weights."""
