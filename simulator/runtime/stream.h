@@ -22,15 +22,15 @@ enum class TaskKind { kOperator, kCopy, kMemset, kCollective, kHostFunction };
 
 struct Task {
   TaskKind kind = TaskKind::kOperator;
-  std::string name;                // "aclnnAdd", "aclrtMemcpyAsync", "HcclAllGather": for messages and statistics
+  std::string name;  // "aclnnAdd", "aclrtMemcpyAsync", "HcclAllGather": for messages and statistics
   std::vector<Access> accesses;
-  std::function<aclError()> run;   // on the stream's thread; an error poisons the stream and the process, as on a card
-  std::size_t bytes_moved = 0;     // for the statistics: what a copy moves or a collective sends
+  std::function<aclError()> run;  // on the stream's thread; an error poisons the stream and the process, as on a card
+  std::size_t bytes_moved = 0;    // for the statistics: what a copy moves or a collective sends
 };
 
 // Checks the accesses (allocated? ordered against other streams?), counts the task, and queues it. `stream` null is the
-// default stream of the current context. ACL_ERROR_RT_PARAM for something that is no stream; an error of an earlier
-// task on the stream is returned here or by the next synchronisation, as AscendCL does.
+// default stream of the current context. ACL_ERROR_RT_PARAM_INVALID for something that is no stream; an error of an
+// earlier task on the stream is returned here or by the next synchronisation, as AscendCL does.
 aclError submit(aclrtStream stream, Task task);
 
 // The card a stream belongs to; -1 for what is no stream.

@@ -1,0 +1,17 @@
+// What the runtime itself counts and writes, beside statistics.h.
+#pragma once
+
+#include <string>
+
+namespace sim {
+
+void count_violation(const std::string& kind);
+void count_operator_bytes(const std::string& name, std::size_t bytes);
+
+std::string statistics_json();
+
+// To TT_SIM_STATS, if that is set. Nothing is reported when it cannot be written but a line on stderr.
+void write_statistics();
+void reset_statistics();
+
+}  // namespace sim

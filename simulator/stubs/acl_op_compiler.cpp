@@ -1,0 +1,1 @@
+// torch_npu looks names of libascendcl up here, and finds them in what this library depends on.

@@ -1,0 +1,1 @@
+// Only its presence is required: no symbol of it is used.
