@@ -353,7 +353,7 @@ def test_statistics_are_written_at_exit_and_on_request(run_well: Run, tmp_path: 
         run_well(program + ending, RANK="3", TT_SIM_STATS=str(tmp_path / f"{number}-%r.json"))
         found = json.loads((tmp_path / f"{number}-3.json").read_text())
         assert found["rank"] == 3 and found["violations"] == {} and found["memory"]["0"]["peak_bytes"] == 512
-        assert found["operators"] == {"aclnnAdd": {"launches": 2, "bytes_moved": 0}}
+        assert found["operators"] == {"aclnnAdd": {"launches": 2, "bytes_written": 0}}
     run_well(program + "library.sim_reset_statistics()\nassert statistics()['operators'] == {}")
 
 
