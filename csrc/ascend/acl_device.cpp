@@ -53,12 +53,13 @@ Owned<AclTensor> tensor(const std::byte* where, DType dtype, std::size_t numel, 
 
 using SecondPhase = AclStatus (*)(void*, std::uint64_t, AclOpExecutor*, AclStream);
 
-// An aclnn operator: `prepare` is its first phase; `handles` are what it refers to until its second phase has returned.
+// An aclnn operator: `prepare(handles…, bytes, executor)` is its first phase; the handles live until its second phase has
+// returned.
 template <typename Prepare, typename... Handles>
 void launch(Queue& queue, const char* name, const Prepare& prepare, SecondPhase second, Handles... handles) {
   std::uint64_t bytes = 0;
   AclOpExecutor* executor = nullptr;
-  if (const AclStatus status = prepare(&bytes, &executor); status != kSuccess) {
+  if (const AclStatus status = prepare(handles.get()..., &bytes, &executor); status != kSuccess) {
     const char* said = ascendcl().aclGetRecentErrMsg();
     throw Error(str(name, " failed: ", explain(Source::kAcl, status), said == nullptr ? "" : str(". CANN says: ", said)));
   }
@@ -84,10 +85,8 @@ void AclDevice::cast(std::byte* dst, DType dst_dtype, const std::byte* src, DTyp
   }
   auto to = tensor(dst, dst_dtype, numel);
   auto from = tensor(src, src_dtype, numel);
-  const auto prepare = [&](std::uint64_t* bytes, AclOpExecutor** executor) {
-    return opapi().aclnnInplaceCopyGetWorkspaceSize(to.get(), from.get(), bytes, executor);
-  };
-  launch(*queue_, "aclnnInplaceCopy", prepare, opapi().aclnnInplaceCopy, std::move(to), std::move(from));
+  launch(*queue_, "aclnnInplaceCopy", opapi().aclnnInplaceCopyGetWorkspaceSize, opapi().aclnnInplaceCopy, std::move(to),
+         std::move(from));
 }
 
 void AclDevice::add(std::byte* dst, DType dst_dtype, const std::byte* src, DType src_dtype, std::size_t numel) {
@@ -98,11 +97,8 @@ void AclDevice::add(std::byte* dst, DType dst_dtype, const std::byte* src, DType
   auto from = tensor(src, src_dtype, numel);
   float one = 1;
   Owned<AclScalar> alpha(opapi().aclCreateScalar(&one, kAclFloat));
-  const auto prepare = [&](std::uint64_t* bytes, AclOpExecutor** executor) {
-    return opapi().aclnnInplaceAddGetWorkspaceSize(to.get(), from.get(), alpha.get(), bytes, executor);
-  };
-  launch(*queue_, "aclnnInplaceAdd", prepare, opapi().aclnnInplaceAdd, std::move(to), std::move(from),
-         std::move(alpha));
+  launch(*queue_, "aclnnInplaceAdd", opapi().aclnnInplaceAddGetWorkspaceSize, opapi().aclnnInplaceAdd, std::move(to),
+         std::move(from), std::move(alpha));
 }
 
 void AclDevice::sum(std::byte* dst, std::span<const std::byte* const> sources, std::size_t numel,
@@ -123,11 +119,11 @@ void AclDevice::sum(std::byte* dst, std::span<const std::byte* const> sources, s
   auto to = tensor(dst, spec.result, numel);
   const std::int64_t first = 0;
   Owned<AclIntArray> dims(opapi().aclCreateIntArray(&first, 1));
-  const auto prepare = [&](std::uint64_t* bytes, AclOpExecutor** executor) {
-    return opapi().aclnnMeanGetWorkspaceSize(from.get(), dims.get(), /*keep_dims=*/false, to_acl(spec.result), to.get(),
-                                             bytes, executor);
+  const auto mean = [result = to_acl(spec.result)](AclTensor* rows, AclTensor* average, AclIntArray* over,
+                                                   std::uint64_t* bytes, AclOpExecutor** executor) {
+    return opapi().aclnnMeanGetWorkspaceSize(rows, over, /*keep_dims=*/false, result, average, bytes, executor);
   };
-  launch(*queue_, "aclnnMean", prepare, opapi().aclnnMean, std::move(from), std::move(to), std::move(dims));
+  launch(*queue_, "aclnnMean", mean, opapi().aclnnMean, std::move(from), std::move(to), std::move(dims));
 }
 
 void AclDevice::zero(std::byte* dst, std::size_t bytes) {

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
@@ -13,6 +12,8 @@
 #include <memory>
 #include <mutex>
 #include <utility>
+
+#include "torch/stream_event.h"
 
 namespace tt {
 
@@ -37,9 +38,9 @@ class BufferPool {
   }
 
   void give_back(at::Tensor buffer) {
-    std::unique_ptr<c10::Event> left;
+    std::unique_ptr<StreamEvent> left;
     if (!device_.is_cpu()) {
-      left = std::make_unique<c10::Event>(device_.type());
+      left = std::make_unique<StreamEvent>(device_);
       left->record(stream());
     }
     const std::lock_guard lock(mutex_);
@@ -51,7 +52,7 @@ class BufferPool {
   std::size_t bytes() const { return bytes_; }
 
  private:
-  using Entry = std::pair<at::Tensor, std::unique_ptr<c10::Event>>;
+  using Entry = std::pair<at::Tensor, std::unique_ptr<StreamEvent>>;
 
   c10::Stream stream() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
 

@@ -1,7 +1,6 @@
 #include "torch/c10d_communicator.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
@@ -14,6 +13,7 @@
 #include "base/error.h"
 #include "host/rendezvous.h"
 #include "torch/group_transport.h"
+#include "torch/stream_event.h"
 
 namespace tt {
 namespace {
@@ -189,7 +189,7 @@ CollectiveQueue::Launch C10dCommunicator::in_lane(const std::optional<c10::Strea
                                                   CollectiveQueue::Launch launch) {
   if (on_host()) return launch;
   const c10::impl::VirtualGuardImpl guard(device_.type());
-  const auto written = std::make_shared<c10::Event>(device_.type());
+  const auto written = std::make_shared<StreamEvent>(device_);
   written->record(guard.getStream(device_));
   return [launch = std::move(launch), written, stream = *launches](const Job& job) {
     const c10::StreamGuard on(stream);

@@ -1,12 +1,12 @@
 #include "torch/hccl_transport.h"
 
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 #include <vector>
 
 #include "base/dtype.h"
+#include "torch/stream_event.h"
 
 namespace tt {
 namespace {
@@ -16,7 +16,7 @@ class StreamWork final : public c10d::Work {
  public:
   // Keeps both tensors, as the stream still uses them.
   StreamWork(c10::Device device, c10::Stream stream, at::Tensor written, at::Tensor read)
-      : device_(device), done_(device.type()), written_(std::move(written)), read_(std::move(read)) {
+      : device_(device), done_(device), written_(std::move(written)), read_(std::move(read)) {
     done_.record(stream);
   }
 
@@ -28,7 +28,7 @@ class StreamWork final : public c10d::Work {
 
  private:
   c10::Device device_;
-  c10::Event done_;
+  StreamEvent done_;
   at::Tensor written_;
   at::Tensor read_;
 };

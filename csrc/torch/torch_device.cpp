@@ -2,20 +2,20 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstdint>
 
 #include "base/error.h"
 #include "torch/dtypes.h"
+#include "torch/stream_event.h"
 
 namespace tt {
 namespace {
 
-class StreamEvent final : public runtime::Event {
+class LaneEvent final : public runtime::Event {
  public:
-  explicit StreamEvent(c10::Device device) : device_(device), event_(device.type()) {}
+  explicit LaneEvent(c10::Device device) : device_(device), event_(device) {}
 
   void record() override { event_.record(current()); }
   void wait() override { event_.block(current()); }
@@ -24,7 +24,7 @@ class StreamEvent final : public runtime::Event {
   c10::Stream current() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
 
   c10::Device device_;
-  c10::Event event_;
+  StreamEvent event_;
 };
 
 // A flat tensor of `numel` elements at `where`. Memory is only read where the caller has it const.
@@ -49,7 +49,7 @@ TorchDevice::TorchDevice(c10::Device device) : device_(device) {
 }
 
 std::unique_ptr<runtime::Event> TorchDevice::make_event() {
-  return !lanes_.empty() ? std::make_unique<StreamEvent>(device_) : nullptr;
+  return !lanes_.empty() ? std::make_unique<LaneEvent>(device_) : nullptr;
 }
 
 void TorchDevice::enter(runtime::Lane lane) {
