@@ -28,6 +28,7 @@ struct Stream {
 struct Event {
   std::uint32_t flags = 0;
   bool timed = false;
+  bool ends_with_use = false;  // of aclrtCreateEventExWithFlag: destroying it while pending is allowed, torch_npu does
   std::shared_ptr<Record> record;  // submitted last; null before the first one
 };
 
@@ -48,7 +49,7 @@ class Scheduler {
   // The function may conclude that all before it on the stream is done.
   aclError submit_host_function(aclrtStream stream, std::string name, std::function<aclError()> function);
 
-  aclrtEvent create_event(std::uint32_t flags, bool timed);
+  aclrtEvent create_event(std::uint32_t flags, bool timed, bool ends_with_use);
   aclError destroy_event(aclrtEvent event);
   aclError record_event(aclrtEvent event, aclrtStream stream);
   aclError reset_event(aclrtEvent event);

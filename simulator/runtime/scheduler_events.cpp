@@ -20,10 +20,11 @@ std::shared_ptr<Event> Scheduler::find_event(aclrtEvent handle) {
   return found == events_.end() ? nullptr : found->second;
 }
 
-aclrtEvent Scheduler::create_event(std::uint32_t flags, bool timed) {
+aclrtEvent Scheduler::create_event(std::uint32_t flags, bool timed, bool ends_with_use) {
   auto event = std::make_shared<Event>();
   event->flags = flags;
   event->timed = timed;
+  event->ends_with_use = ends_with_use;
   std::scoped_lock lock(mutex_);
   aclrtEvent handle = event.get();
   events_.emplace(handle, std::move(event));
@@ -35,7 +36,7 @@ aclError Scheduler::destroy_event(aclrtEvent handle) {
   auto found = events_.find(handle);
   if (found == events_.end()) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtDestroyEvent: not an event");
   const auto& record = found->second->record;
-  if (record && !host_.covers(record->slot, record->time)) {
+  if (record && !found->second->ends_with_use && !host_.covers(record->slot, record->time)) {
     violation("event destroyed while pending", "an event that was recorded as task " + std::to_string(record->time) +
                                                    " of stream " + std::to_string(slot_streams_[record->slot]) +
                                                    " is destroyed, and the host has not waited for that");

@@ -113,7 +113,8 @@ MISTAKES = {
     ),
     "an event destroyed while pending": (
         "event destroyed while pending",
-        "launch(one, write=(a, 8))\nrecord(event, one)\n{}\ncall('aclrtDestroyEvent', event)",
+        "call('aclrtCreateEventWithFlag', byref(event), c_uint(1))\nlaunch(one, write=(a, 8))\n"
+        "record(event, one)\n{}\ncall('aclrtDestroyEvent', event)",
         "call('aclrtSynchronizeEvent', event)",
         ["stream 0"],
     ),
