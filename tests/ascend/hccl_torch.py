@@ -1,4 +1,4 @@
-"""What the ranks of test_torch_distributed run: torch.distributed over the simulated HCCL, against the same on the CPU."""
+"""What the ranks of test_torch_distributed run: torch.distributed over the simulated HCCL."""
 
 from __future__ import annotations
 
