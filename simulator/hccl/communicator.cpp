@@ -38,7 +38,9 @@ std::string seconds_text(long seconds) { return std::to_string(seconds) + " s"; 
 std::shared_ptr<Communicator> Communicator::join(const std::string& socket_name, Introduction self,
                                                  const HcclCommConfig* config, bool may_be_early) {
   if (config != nullptr) {
-    if (config->magic != 0xf0f0f0f0) {
+    std::uint32_t magic;
+    std::memcpy(&magic, config->reserved + 8, sizeof(magic));
+    if (magic != 0xf0f0f0f0) {
       throw Error(HCCL_E_PARA, "the HcclCommConfig was not prepared with HcclCommConfigInit: wrong magic word");
     }
     std::memcpy(self.name, config->hcclCommName, sizeof(self.name));
