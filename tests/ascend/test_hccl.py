@@ -167,7 +167,9 @@ def test_bytes_sent(tmp_path):
     run(tmp_path, ranks, "statistics", TT_SIM_STATS=str(tmp_path / "stats-%r.json"))
     item = 4
     for rank in range(ranks):
-        counted = json.loads((tmp_path / f"stats-{rank}.json").read_text())["collectives"]
+        written = json.loads((tmp_path / f"stats-{rank}.json").read_text())
+        counted = written["collectives"]
+        assert written["memory"][str(rank)]["communicator_peak_bytes"] == 2 << 20  # HCCL_BUFFSIZE=1, two buffers
         root = rank == 0
         expected = {
             "HcclAllGather": 10 * item * (ranks - 1),
