@@ -6,14 +6,16 @@ arguments that break a documented rule.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
-import torch
-from attention_reference import Case, Problem, pack, unpack, unpack_softmax
+from in_process import use_simulator
+from simulated import Run
+
+use_simulator()
+
+import torch  # noqa: E402 - see in_process.py
+from attention_reference import Case, Problem, pack, unpack, unpack_softmax  # noqa: E402
 
 # The operators compute in fp32 and round what they return, the gradient also reads a rounded output. Numbers are of
 # order 1 and sums have at most 32 terms: a few units in the last place of each type.
@@ -28,7 +30,7 @@ LONGER_KEYS = ((3, 4), (2, 7), (4, 4))
 MANY = 65536  # tokens, more than any sequence here has
 
 
-def run(problem: Problem, **changes) -> dict[str, list[torch.Tensor]]:
+def fusion_attention(problem: Problem, **changes) -> dict[str, list[torch.Tensor]]:
     """The operator and its gradient on the simulated card, per batch entry and in fp64."""
     import torch_npu
 
@@ -115,13 +117,13 @@ def name(case: Case) -> str:
 @pytest.mark.parametrize("case", modes(), ids=name)
 def test_sparse_mode(case: Case, layout: str) -> None:
     problem = Problem.make(replace(case, layout=layout))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("case", sequences(), ids=name)
 def test_sequences(case: Case) -> None:
     problem = Problem.make(case)
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -131,20 +133,20 @@ def test_sequences(case: Case) -> None:
 )
 def test_type_and_heads(case: Case, heads: tuple[int, int], dtype: torch.dtype) -> None:
     problem = Problem.make(replace(case, heads=heads, dtype=dtype))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("layout", DENSE)
 @pytest.mark.parametrize("pse", ["BNSK", "BN1K", "1NSK"])
 def test_pse(layout: str, pse: str) -> None:
     problem = Problem.make(Case(layout=layout, mode=2, lengths=WIDE, pse=pse))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 def test_long_sequences_go_block_by_block() -> None:
     """4200 keys: 998 rows of one pair of heads make the 4 Mi scores that are worked on at a time."""
     problem = Problem.make(Case(heads=(4, 2), lengths=((1500, 4200),), d=4, e=4, mode=1, holes=0.3))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("layout", (*DENSE, "TND"))
@@ -156,14 +158,14 @@ def test_dropout_is_the_same_in_the_gradient(layout: str) -> None:
     problem = Problem.make(case)
     flat = replace_inputs(problem)
     torch_npu.npu.manual_seed(11)
-    shown = [piece * 16 for piece in run(flat)["out"]]
+    shown = [piece * 16 for piece in fusion_attention(flat)["out"]]
     for piece in shown:
         share = piece.ne(0).double().mean().item()  # of 768: one standard deviation is 0.016
         assert 0.67 < share < 0.83
         torch.testing.assert_close(piece[piece != 0], torch.full_like(piece[piece != 0], 1 / 0.75))
     assert not torch.equal(shown[0], shown[1])
     torch_npu.npu.manual_seed(11)
-    compare(problem, run(problem), shown)
+    compare(problem, fusion_attention(problem), shown)
 
 
 def replace_inputs(problem: Problem) -> Problem:
@@ -180,7 +182,7 @@ def test_dropout_follows_the_seed(seeds: tuple[int, int]) -> None:
     results = []
     for seed in seeds:
         torch_npu.npu.manual_seed(seed)
-        results.append(run(problem)["out"][0])
+        results.append(fusion_attention(problem)["out"][0])
     assert torch.equal(*results) == (seeds[0] == seeds[1])
 
 
@@ -263,7 +265,7 @@ WRONG: list[tuple[str, Case, dict, str]] = [
 def test_wrong_argument(case: Case, changes: dict, message: str) -> None:
     problem = Problem.make(case)
     with pytest.raises(RuntimeError, match=message):
-        run(problem, **changes)
+        fusion_attention(problem, **changes)
         torch.npu.synchronize()
 
 
@@ -278,7 +280,7 @@ def test_types_must_be_equal() -> None:
 def test_without_a_mask_mode_and_tokens_mean_nothing() -> None:
     problem = Problem.make(ROUND)
     changes = {"sparse_mode": 4, "pre_tockens": 1, "next_tockens": -5}
-    compare(problem, run(problem, **changes))
+    compare(problem, fusion_attention(problem, **changes))
 
 
 WRONG_CONTENT = {
@@ -295,7 +297,7 @@ WRONG_CONTENT = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_CONTENT)
-def test_wrong_contents_of_a_mask(wrong: str) -> None:
+def test_wrong_contents_of_a_mask(wrong: str, run: Run) -> None:
     """Known only when the operator runs. That error stays with the process, so it gets one of its own."""
     mask, mode, arguments, message = WRONG_CONTENT[wrong]
     program = f"""
@@ -304,8 +306,6 @@ def test_wrong_contents_of_a_mask(wrong: str) -> None:
         torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", atten_mask={mask}.npu(), sparse_mode={mode}, **{arguments})
         torch.npu.synchronize()
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300, check=False
-    )
+    result = run(program)
     assert result.returncode != 0
     assert message in result.stderr
