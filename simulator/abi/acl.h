@@ -285,7 +285,6 @@ struct aclDataBuffer;
 struct aclTensorDesc;
 struct aclopAttr;
 struct aclrtBinaryLoadOptions;
-struct rtDevBinary_t;
 
 extern "C" {
 

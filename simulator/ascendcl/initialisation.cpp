@@ -8,6 +8,7 @@
 #include <string>
 
 #include "ascendcl/entry.h"
+#include "runtime/checks.h"
 #include "runtime/counters.h"
 #include "runtime/scheduler.h"
 #include "runtime/settings.h"
@@ -47,6 +48,7 @@ extern "C" {
 aclError aclInit(const char*) {
   return entry("aclInit", [] {
     sim::settings();  // a wrong setting is an error here and not later
+    sim::fault_is_due("", "");
     if (initialised.exchange(true)) {
       return sim::error(ACL_ERROR_REPEAT_INITIALIZE, "aclInit: AscendCL is initialised already");
     }
@@ -64,6 +66,7 @@ aclError aclFinalize() {
     if (!initialised.exchange(false)) {
       return sim::error(ACL_ERROR_REPEAT_FINALIZE, "aclFinalize: AscendCL is not initialised");
     }
+    if (getpid() != initialised_in) return ACL_SUCCESS;
     sim::scheduler().synchronize_card(-1, 5000);  // an error of a task was reported to whoever asked
     sim::write_statistics();
     return ACL_SUCCESS;

@@ -1,19 +1,22 @@
 // The profiler's and the old runtime's entry points that torch_npu is linked to. Nothing is profiled here, and nothing
 // can be launched through them.
+#include "abi/profiling.h"
+
 #include <chrono>
-#include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <string_view>
 
 #include "ascendcl/entry.h"
 
-struct MsprofApi;
-struct rtSmDesc_t;
+namespace {
+
+rtError_t unsupported(const char* name) { return static_cast<rtError_t>(sim::unsupported(name)); }
+
+}  // namespace
 
 extern "C" {
 
-int32_t MsprofRegisterCallback(uint32_t, int32_t (*)(uint32_t, void*, uint32_t)) { return 0; }
+int32_t MsprofRegisterCallback(uint32_t, ProfCommandHandle) { return 0; }
 int32_t MsprofReportApi(uint32_t, const MsprofApi*) { return 0; }
 int32_t MsprofReportCompactInfo(uint32_t, void*, uint32_t) { return 0; }
 int32_t MsprofReportAdditionalInfo(uint32_t, void*, uint32_t) { return 0; }
@@ -24,12 +27,12 @@ uint64_t MsprofSysCycleTime() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
-int32_t rtDevBinaryRegister(const rtDevBinary_t*, void**) { return sim::unsupported("rtDevBinaryRegister"); }
-int32_t rtFunctionRegister(void*, const void*, const char*, const void*, uint32_t) {
-  return sim::unsupported("rtFunctionRegister");
+rtError_t rtDevBinaryRegister(const rtDevBinary_t*, void**) { return unsupported("rtDevBinaryRegister"); }
+rtError_t rtFunctionRegister(void*, const void*, const char*, const void*, uint32_t) {
+  return unsupported("rtFunctionRegister");
 }
-int32_t rtKernelLaunch(const void*, uint32_t, void*, uint32_t, rtSmDesc_t*, void*) {
-  return sim::unsupported("rtKernelLaunch");
+rtError_t rtKernelLaunch(const void*, uint32_t, void*, uint32_t, rtSmDesc_t*, void*) {
+  return unsupported("rtKernelLaunch");
 }
-int32_t rtGetC2cCtrlAddr(uint64_t*, uint32_t*) { return sim::unsupported("rtGetC2cCtrlAddr"); }
+rtError_t rtGetC2cCtrlAddr(uint64_t*, uint32_t*) { return unsupported("rtGetC2cCtrlAddr"); }
 }

@@ -31,8 +31,8 @@ SIM_CHECKED_OPERATOR(ThresholdBackward, In gradient, In self, Scalar threshold, 
 SIM_CHECKED_OPERATOR(LeakyReluBackward, In gradient, In self, Scalar slope, bool is_result, Out out) {
   out.set(at::leaky_relu_backward(gradient, self, slope, is_result));
 }
-SIM_CHECKED_OPERATOR(EluBackward, In gradient, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result,
-                     In self, Out out) {
+SIM_CHECKED_OPERATOR(EluBackward, In gradient, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, In self,
+                     Out out) {
   out.set(at::elu_backward(gradient, alpha, scale, input_scale, is_result, self));
 }
 SIM_OPERATOR(SeluBackward, In gradient, In output, Out out) {

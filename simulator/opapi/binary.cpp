@@ -3,18 +3,18 @@
 
 namespace sim::opapi {
 
-#define SIM_BINARY(Name, function)                                                                  \
+#define SIM_BINARY(Name, function) \
   SIM_CHECKED_OPERATOR(Name, In self, In other, Out out) { out.set(at::function(self, other)); }
-#define SIM_INPLACE_BINARY(Name, function)                                                          \
+#define SIM_INPLACE_BINARY(Name, function) \
   SIM_CHECKED_OPERATOR(Inplace##Name, InOut self, In other) { self.set(at::function(self, other)); }
-#define SIM_SCALAR(Name, function)                                                                  \
+#define SIM_SCALAR(Name, function) \
   SIM_CHECKED_OPERATOR(Name, In self, Scalar other, Out out) { out.set(at::function(self, other)); }
-#define SIM_INPLACE_SCALAR(Name, function)                                                          \
+#define SIM_INPLACE_SCALAR(Name, function) \
   SIM_CHECKED_OPERATOR(Inplace##Name, InOut self, Scalar other) { self.set(at::function(self, other)); }
-#define SIM_TENSOR_AND_SCALAR(Name, function)  \
-  SIM_BINARY(Name##Tensor, function)           \
-  SIM_INPLACE_BINARY(Name##Tensor, function)   \
-  SIM_SCALAR(Name##Scalar, function)           \
+#define SIM_TENSOR_AND_SCALAR(Name, function) \
+  SIM_BINARY(Name##Tensor, function)          \
+  SIM_INPLACE_BINARY(Name##Tensor, function)  \
+  SIM_SCALAR(Name##Scalar, function)          \
   SIM_INPLACE_SCALAR(Name##Scalar, function)
 
 SIM_CHECKED_OPERATOR(Add, In self, In other, Scalar alpha, Out out) { out.set(at::add(self, other, alpha)); }

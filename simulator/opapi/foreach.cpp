@@ -23,9 +23,9 @@ void each(const Outs& outs, size_t count, Function function) {
 
 }  // namespace
 
-#define SIM_FOREACH_UNARY(Name, function)                                      \
-  SIM_OPERATOR(Foreach##Name, Ins self, Outs out) {                            \
-    each(out, self.size(), [&](size_t i) { return at::function(self[i]); });   \
+#define SIM_FOREACH_UNARY(Name, function)                                    \
+  SIM_OPERATOR(Foreach##Name, Ins self, Outs out) {                          \
+    each(out, self.size(), [&](size_t i) { return at::function(self[i]); }); \
   }
 SIM_FOREACH_UNARY(Abs, abs)
 SIM_FOREACH_UNARY(Acos, acos)
@@ -51,22 +51,22 @@ SIM_FOREACH_UNARY(Sqrt, sqrt)
 SIM_FOREACH_UNARY(Tan, tan)
 SIM_FOREACH_UNARY(Tanh, tanh)
 
-#define SIM_FOREACH_LIST(Name, function)                                                 \
-  SIM_OPERATOR(Foreach##Name##List, Ins self, Ins other, Outs out) {                     \
-    same_number(self.size(), other.size());                                              \
-    each(out, self.size(), [&](size_t i) { return at::function(self[i], other[i]); });   \
+#define SIM_FOREACH_LIST(Name, function)                                               \
+  SIM_OPERATOR(Foreach##Name##List, Ins self, Ins other, Outs out) {                   \
+    same_number(self.size(), other.size());                                            \
+    each(out, self.size(), [&](size_t i) { return at::function(self[i], other[i]); }); \
   }
-#define SIM_FOREACH_SCALAR(Name, function)                                               \
-  SIM_OPERATOR(Foreach##Name##Scalar, Ins self, In other, Outs out) {                    \
-    const at::Scalar value = number(other);                                              \
-    each(out, self.size(), [&](size_t i) { return at::function(self[i], value); });      \
-  }                                                                                      \
-  SIM_OPERATOR(Foreach##Name##ScalarV2, Ins self, Scalar other, Outs out) {              \
-    each(out, self.size(), [&](size_t i) { return at::function(self[i], other); });      \
-  }                                                                                      \
-  SIM_OPERATOR(Foreach##Name##ScalarList, Ins self, Scalars other, Outs out) {           \
-    same_number(self.size(), other.size());                                              \
-    each(out, self.size(), [&](size_t i) { return at::function(self[i], other[i]); });   \
+#define SIM_FOREACH_SCALAR(Name, function)                                             \
+  SIM_OPERATOR(Foreach##Name##Scalar, Ins self, In other, Outs out) {                  \
+    const at::Scalar value = number(other);                                            \
+    each(out, self.size(), [&](size_t i) { return at::function(self[i], value); });    \
+  }                                                                                    \
+  SIM_OPERATOR(Foreach##Name##ScalarV2, Ins self, Scalar other, Outs out) {            \
+    each(out, self.size(), [&](size_t i) { return at::function(self[i], other); });    \
+  }                                                                                    \
+  SIM_OPERATOR(Foreach##Name##ScalarList, Ins self, Scalars other, Outs out) {         \
+    same_number(self.size(), other.size());                                            \
+    each(out, self.size(), [&](size_t i) { return at::function(self[i], other[i]); }); \
   }
 SIM_FOREACH_SCALAR(Add, add)
 SIM_FOREACH_SCALAR(Sub, sub)
@@ -103,19 +103,18 @@ SIM_OPERATOR(ForeachSubListV2, Ins self, Ins other, Scalar alpha, Outs out) {
   each(out, self.size(), [&](size_t i) { return at::sub(self[i], other[i], alpha); });
 }
 
-#define SIM_FOREACH_TERNARY(Name, function)                                                                   \
-  SIM_OPERATOR(Foreach##Name##Scalar, Ins self, Ins a, Ins b, In value, Outs out) {                           \
-    const at::Scalar factor = number(value);                                                                  \
-    each(out, self.size(), [&](size_t i) { return at::function(self[i], a[i], b[i], factor); });              \
-  }                                                                                                           \
-  SIM_OPERATOR(Foreach##Name##ScalarV2, Ins self, Ins a, Ins b, Scalar value, Outs out) {                     \
-    each(out, self.size(), [&](size_t i) { return at::function(self[i], a[i], b[i], value); });               \
-  }                                                                                                           \
-  SIM_OPERATOR(Foreach##Name##ScalarList, Ins self, Ins a, Ins b, In values, Outs out) {                      \
-    same_number(self.size(), static_cast<size_t>(values.numel()));                                            \
-    each(out, self.size(), [&](size_t i) {                                                                    \
-      return at::function(self[i], a[i], b[i], values[static_cast<int64_t>(i)].item());                       \
-    });                                                                                                       \
+#define SIM_FOREACH_TERNARY(Name, function)                                                                    \
+  SIM_OPERATOR(Foreach##Name##Scalar, Ins self, Ins a, Ins b, In value, Outs out) {                            \
+    const at::Scalar factor = number(value);                                                                   \
+    each(out, self.size(), [&](size_t i) { return at::function(self[i], a[i], b[i], factor); });               \
+  }                                                                                                            \
+  SIM_OPERATOR(Foreach##Name##ScalarV2, Ins self, Ins a, Ins b, Scalar value, Outs out) {                      \
+    each(out, self.size(), [&](size_t i) { return at::function(self[i], a[i], b[i], value); });                \
+  }                                                                                                            \
+  SIM_OPERATOR(Foreach##Name##ScalarList, Ins self, Ins a, Ins b, In values, Outs out) {                       \
+    same_number(self.size(), static_cast<size_t>(values.numel()));                                             \
+    each(out, self.size(),                                                                                     \
+         [&](size_t i) { return at::function(self[i], a[i], b[i], values[static_cast<int64_t>(i)].item()); }); \
   }
 SIM_FOREACH_TERNARY(Addcmul, addcmul)
 SIM_FOREACH_TERNARY(Addcdiv, addcdiv)
@@ -140,7 +139,6 @@ SIM_OPERATOR(ForeachNorm, Ins self, Scalar p, Outs out) {
 }
 
 namespace {
-
 
 // The modes are those of the card's vector unit.
 at::Tensor round_off(const at::Tensor& self, int64_t mode) {

@@ -113,9 +113,7 @@ SIM_OPERATOR(Take, In self, In index, Out out) { out.set(at::take(self, indices6
 SIM_OPERATOR(InplacePut, InOut self, In index, In source, bool accumulate) {
   self.put_(indices64(index), source, accumulate);
 }
-SIM_OPERATOR(InplaceMaskedScatter, InOut self, In mask, In source) {
-  self.masked_scatter_(mask.to(at::kBool), source);
-}
+SIM_OPERATOR(InplaceMaskedScatter, InOut self, In mask, In source) { self.masked_scatter_(mask.to(at::kBool), source); }
 SIM_OPERATOR(Embedding, In weight, In indices, Out out) { out.set(at::embedding(weight, indices64(indices))); }
 SIM_OPERATOR(EmbeddingDenseBackward, In gradient, In indices, uint64_t rows, uint64_t padding, bool by_frequency,
              Out out) {

@@ -65,12 +65,12 @@ SIM_OPERATOR(CrossEntropyLossGrad, In gradient, In log_prob, In target, OptIn we
   out.set(d - at::exp(p) * d.sum(1, true));
 }
 
-#define SIM_LOSS(Name, function)                                                                                  \
-  SIM_OPERATOR(Name, In self, In target, int64_t reduction, Out out) {                                            \
-    out.set(at::function(wide(self), wide(target), reduction));                                                   \
-  }                                                                                                               \
-  SIM_OPERATOR(Name##Backward, In gradient, In self, In target, int64_t reduction, Out out) {                     \
-    out.set(function##_backward(wide(gradient), wide(self), wide(target), reduction));                            \
+#define SIM_LOSS(Name, function)                                                              \
+  SIM_OPERATOR(Name, In self, In target, int64_t reduction, Out out) {                        \
+    out.set(at::function(wide(self), wide(target), reduction));                               \
+  }                                                                                           \
+  SIM_OPERATOR(Name##Backward, In gradient, In self, In target, int64_t reduction, Out out) { \
+    out.set(opapi::function##_backward(wide(gradient), wide(self), wide(target), reduction)); \
   }
 
 namespace {

@@ -31,8 +31,8 @@ SIM_CHECKED_OPERATOR(ApplyAdamWV2, InOut parameter, InOut m, InOut v, OptOut max
   v.set(v_new);
 }
 
-SIM_OPERATOR(AmpUpdateScale, In scale, In growth, In found, double up, double down, int64_t interval,
-             Out scale_out, Out growth_out) {
+SIM_OPERATOR(AmpUpdateScale, In scale, In growth, In found, double up, double down, int64_t interval, Out scale_out,
+             Out growth_out) {
   at::Tensor new_scale = scale.clone();
   at::Tensor new_growth = growth.clone();
   at::_amp_update_scale_(new_scale, new_growth, found, up, down, interval);
@@ -40,8 +40,8 @@ SIM_OPERATOR(AmpUpdateScale, In scale, In growth, In found, double up, double do
   growth_out.set(new_growth);
 }
 
-SIM_OPERATOR(FusedSgd, InOuts parameters, InOuts gradients, InOuts momenta, OptIn scale, float decay,
-             float momentum, float lr, float dampening, bool nesterov, bool maximize, bool first_step) {
+SIM_OPERATOR(FusedSgd, InOuts parameters, InOuts gradients, InOuts momenta, OptIn scale, float decay, float momentum,
+             float lr, float dampening, bool nesterov, bool maximize, bool first_step) {
   const double unscale = scale ? 1 / scale->reshape({}).item<double>() : 1;
   for (size_t i = 0; i < parameters.size(); ++i) {
     at::Tensor g = wide(gradients[i]) * (maximize ? -unscale : unscale);

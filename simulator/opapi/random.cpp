@@ -59,8 +59,8 @@ void drop_mask(const IntArray& shape, double drop, uint64_t seed, uint64_t offse
 at::Tensor unpack(const at::Tensor& mask, int64_t count) {
   const at::Tensor bits = at::tensor({1, 2, 4, 8, 16, 32, 64, 128}, at::kByte);
   const at::Tensor bytes = mask.reshape({-1}).view(at::kByte);
-  require(bytes.numel() * 8 >= count, "the mask has " + std::to_string(bytes.numel() * 8) + " bits, not " +
-                                          std::to_string(count));
+  require(bytes.numel() * 8 >= count,
+          "the mask has " + std::to_string(bytes.numel() * 8) + " bits, not " + std::to_string(count));
   return bytes.unsqueeze(1).bitwise_and(bits).ne(0).reshape({-1}).narrow(0, 0, count);
 }
 

@@ -23,7 +23,10 @@ SIM_CHECKED_OPERATOR(Roll, In self, IntArray shifts, IntArray dims, Out out) { o
 SIM_CHECKED_OPERATOR(Repeat, In self, IntArray repeats, Out out) { out.set(self.repeat(repeats)); }
 SIM_CHECKED_OPERATOR(Permute, In self, IntArray dims, Out out) { out.set(self.permute(dims)); }
 SIM_CHECKED_OPERATOR(Expand, In self, IntArray sizes, Out out) { out.set(self.expand(sizes)); }
-SIM_CHECKED_OPERATOR(Flatten, In self, int64_t axis, Out out) { out.set(self.reshape(out.sizes())); (void)axis; }
+SIM_CHECKED_OPERATOR(Flatten, In self, int64_t axis, Out out) {
+  out.set(self.reshape(out.sizes()));
+  (void)axis;
+}
 SIM_CHECKED_OPERATOR(Tril, In self, int64_t diagonal, Out out) { out.set(at::tril(self, diagonal)); }
 SIM_CHECKED_OPERATOR(InplaceTril, InOut self, int64_t diagonal) { self.set(at::tril(self, diagonal)); }
 SIM_CHECKED_OPERATOR(Triu, In self, int64_t diagonal, Out out) { out.set(at::triu(self, diagonal)); }

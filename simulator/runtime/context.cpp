@@ -16,7 +16,7 @@ thread_local Context* current = nullptr;
 
 struct Primary {
   Context* context = nullptr;
-  int uses = 0;
+  bool active = false;
 };
 
 struct Contexts {
@@ -61,24 +61,21 @@ Context* use_primary_context(int device) {
   std::scoped_lock lock(contexts.mutex);
   Primary& primary = contexts.primary[device];
   if (primary.context == nullptr) primary.context = contexts.make(device, true);
-  ++primary.uses;
+  primary.active = true;
   return primary.context;
 }
 
-bool release_primary_context(int device) {
+void release_primary_context(int device) {
   auto& contexts = immortal<Contexts>();
   std::scoped_lock lock(contexts.mutex);
-  Primary& primary = contexts.primary[device];
-  // As on a card, one reset is enough for all that were set.
-  primary.uses = 0;
-  return true;
+  contexts.primary[device].active = false;
 }
 
 bool primary_context_is_active(int device) {
   auto& contexts = immortal<Contexts>();
   std::scoped_lock lock(contexts.mutex);
   auto found = contexts.primary.find(device);
-  return found != contexts.primary.end() && found->second.uses > 0;
+  return found != contexts.primary.end() && found->second.active;
 }
 
 Context* create_context(int device) {

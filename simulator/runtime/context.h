@@ -21,8 +21,8 @@ Context* current_context();
 void set_current_context(Context* context);
 
 Context* use_primary_context(int device);
-// True when nobody uses it any more.
-bool release_primary_context(int device);
+// As on a card, one reset is enough, however often the device was set.
+void release_primary_context(int device);
 bool primary_context_is_active(int device);
 
 Context* create_context(int device);

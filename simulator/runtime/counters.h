@@ -1,12 +1,13 @@
 // What the runtime itself counts and writes, beside statistics.h.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace sim {
 
 void count_violation(const std::string& kind);
-void count_operator_bytes(const std::string& name, std::size_t bytes);
+void count_bytes_written(const std::string& operator_name, std::size_t bytes);
 
 std::string statistics_json();
 

@@ -62,6 +62,12 @@ const char* copy_direction(const Task& task) {
   return from_card ? (to_card ? "d2d" : "d2h") : (to_card ? "h2d" : "h2h");
 }
 
+std::size_t written_bytes(const Task& task) {
+  std::size_t bytes = 0;
+  for (const Access& access : task.accesses) bytes += access.writes ? access.bytes : 0;
+  return bytes;
+}
+
 }  // namespace
 
 // libhccl and libopapi leave the counting to this.
@@ -69,7 +75,7 @@ static void count_task(const Task& task) {
   switch (task.kind) {
     case TaskKind::kOperator:
       count_launch(task.name);
-      if (task.bytes_moved != 0) count_operator_bytes(task.name, task.bytes_moved);
+      count_bytes_written(task.name, written_bytes(task));
       break;
     case TaskKind::kCopy:
       count_copy(copy_direction(task), task.bytes_moved);

@@ -88,7 +88,9 @@ std::string statistics_path() {
 }  // namespace
 
 void count_launch(const std::string& operator_name) { add(&Counters::operators, operator_name, 1, 0); }
-void count_operator_bytes(const std::string& name, std::size_t bytes) { add(&Counters::operators, name, 0, bytes); }
+void count_bytes_written(const std::string& operator_name, std::size_t bytes) {
+  add(&Counters::operators, operator_name, 0, bytes);
+}
 void count_copy(const char* direction, std::size_t bytes) { add(&Counters::copies, direction, 1, bytes); }
 void count_collective(const std::string& name, std::size_t bytes_sent) {
   add(&Counters::collectives, name, 1, bytes_sent);
@@ -100,7 +102,7 @@ std::string statistics_json() {
   std::string memory_text = memory();
   std::scoped_lock lock(counters.mutex);
   return "{\"simulated\": \"Ascend, computed on the CPU\", \"rank\": " + std::to_string(rank()) +
-         ", \"operators\": " + object(counters.operators, "launches", "bytes_moved") +
+         ", \"operators\": " + object(counters.operators, "launches", "bytes_written") +
          ", \"copies\": " + object(counters.copies, "calls", "bytes") +
          ", \"collectives\": " + object(counters.collectives, "calls", "bytes_sent") + ", \"memory\": " + memory_text +
          ", \"violations\": " + numbers(counters.violations) + "}\n";
