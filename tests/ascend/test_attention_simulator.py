@@ -240,10 +240,20 @@ WRONG: list[tuple[str, Case, dict, str]] = [
     ("width", replace(ROUND, d=776, e=8), {}, r"D of query is 776; it must be in \[1, 768\]"),
     ("value", replace(ROUND, d=8, e=16), {}, "D of value is 16; it must not be more than D of key, 8"),
     ("square mask", replace(ROUND, mode=1), {"atten_mask": TRIANGLE[:6, :7]}, r"attenMask has shape \[6, 7\]"),
-    ("compressed", replace(ROUND, mode=2), {"atten_mask": TRIANGLE[:6, :6]}, r"a compressed mask has shape \[2048, 2048\]"),
+    (
+        "compressed",
+        replace(ROUND, mode=2),
+        {"atten_mask": TRIANGLE[:6, :6]},
+        r"a compressed mask has shape \[2048, 2048\]",
+    ),
     ("mode 6", replace(ROUND, mode=6, prefix=(1, 1)), {"atten_mask": TRIANGLE}, r"has shape \[3072, 2048\]"),
     ("mask type", replace(ROUND, mode=2), {"atten_mask": TRIANGLE.float()}, "type of attenMask is Float"),
-    ("tokens", replace(ROUND, mode=4, pre=2, next=-3), {}, r"preTokens is 2, nextTokens -3; .* preTokens \+ nextTokens >= 0"),
+    (
+        "tokens",
+        replace(ROUND, mode=4, pre=2, next=-3),
+        {},
+        r"preTokens is 2, nextTokens -3; .* preTokens \+ nextTokens >= 0",
+    ),
     ("outside", replace(ROUND, mode=4, next=-6), {}, "the band lies outside"),
     ("no prefix", replace(ROUND, mode=6, prefix=(1, 1)), {"prefix": None}, "prefix has 0 entries; .* B = 2"),
     ("prefix", replace(ROUND, mode=6, prefix=(1, 7)), {}, r"prefix\[1\] is 7; .* it must be in \[0, 6\]"),
@@ -251,11 +261,26 @@ WRONG: list[tuple[str, Case, dict, str]] = [
     ("inner precise", ROUND, {"inner_precise": 3}, "innerPrecise is 3; it must be 0, 1 or 2"),
     ("pse", replace(ROUND, pse="BNSK"), {"pse": torch.zeros(2, 4, 6, 5)}, r"pse has shape \[2, 4, 6, 5\]"),
     ("pse type", replace(ROUND, pse="BNSK"), {"pse": torch.zeros(2, 4, 6, 6).half()}, "type of pse is Half"),
-    ("decreasing", RAGGED, {"actual_seq_qlen": [3, 2, 11, 16]}, r"actualSeqQLen is \[3, 2, 11, 16\]; .*must not decrease"),
+    (
+        "decreasing",
+        RAGGED,
+        {"actual_seq_qlen": [3, 2, 11, 16]},
+        r"actualSeqQLen is \[3, 2, 11, 16\]; .*must not decrease",
+    ),
     ("too long", RAGGED, {"actual_seq_kvlen": [3, 10, 11, 17]}, "actualSeqKvLen ends at 17; key has only T = 16"),
     ("mode 3", replace(RAGGED, mode=3, lengths=((5, 3), (2, 2))), {}, "sequence 0 has Sq = 5, Skv = 3; .*Sq <= Skv"),
-    ("mode 7", replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=5, next=-2), {}, "sparseMode 7 needs preTokens >= Skv"),
-    ("mode 7 next", replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=6, next=1), {}, "Sq - Skv <= nextTokens <= 0"),
+    (
+        "mode 7",
+        replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=5, next=-2),
+        {},
+        "sparseMode 7 needs preTokens >= Skv",
+    ),
+    (
+        "mode 7 next",
+        replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=6, next=1),
+        {},
+        "Sq - Skv <= nextTokens <= 0",
+    ),
     ("mode 8", replace(RAGGED, mode=8, lengths=((3, 6), (2, 2)), pre=6, next=-4), {}, "nextTokens >= Sq - Skv"),
     ("blind row", replace(RAGGED, mode=4, lengths=((5, 3),), pre=1, next=0), {}, "hides all of row 0 of sequence 0"),
 ]
@@ -284,8 +309,18 @@ def test_without_a_mask_mode_and_tokens_mean_nothing() -> None:
 
 
 WRONG_CONTENT = {
-    "triangle": ("torch.ones(2048, 2048).tril().bool()", 2, {}, "attenMask differs from the upper triangle in sparseMode 2"),
-    "diagonal": ("torch.ones(2048, 2048).triu(0).bool()", 3, {}, "attenMask differs from the upper triangle in sparseMode 3"),
+    "triangle": (
+        "torch.ones(2048, 2048).tril().bool()",
+        2,
+        {},
+        "attenMask differs from the upper triangle in sparseMode 2",
+    ),
+    "diagonal": (
+        "torch.ones(2048, 2048).triu(0).bool()",
+        3,
+        {},
+        "attenMask differs from the upper triangle in sparseMode 3",
+    ),
     "prefix block": (
         "torch.cat([torch.ones(2048, 2048).triu(1), torch.ones(1024, 2048)]).bool()",
         6,
