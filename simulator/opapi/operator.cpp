@@ -30,7 +30,7 @@ std::map<std::string, const Description*>& registry() {
 // The dispatcher's state of a thread that has nothing to do with the program's: no autograd, no autocast, no Python
 // modes of whoever calls the first phase.
 struct OwnDispatch {
-  c10::impl::ForceDispatchKeyGuard clean{c10::DispatchKeySet(), c10::DispatchKeySet()};
+  c10::impl::ForceDispatchKeyGuard clean{c10::default_included_set, c10::default_excluded_set};
   c10::InferenceMode inference;
 };
 
@@ -49,10 +49,11 @@ void use_one_thread() {
   static_cast<void>(done);
 }
 
-// The first line of a message: torch appends a backtrace to its own.
+// The first line of a message: torch appends a backtrace, and tables of its dispatcher.
 std::string first_line(const std::exception& error) {
-  if (const auto* torch = dynamic_cast<const c10::Error*>(&error)) return torch->what_without_backtrace();
-  return error.what();
+  const auto* torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string message = torch == nullptr ? error.what() : torch->what_without_backtrace();
+  return message.substr(0, message.find('\n'));
 }
 
 std::string describe(const Value& value) {
