@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -102,13 +101,9 @@ std::uint64_t Communicator::offset_of(const void* address) const {
 
 const char* Communicator::memory(std::uint32_t rank, std::uint64_t offset) const { return memories_[rank]->at(offset); }
 
-std::uint32_t Communicator::next_subgroup(std::uint64_t id, std::uint32_t first_rank) {
+std::uint32_t Communicator::next_subgroup(std::uint64_t key) {
   const std::lock_guard lock(submitting_);
-  for (auto& [key, count] : subgroups_) {
-    if (key == std::make_pair(id, first_rank)) return ++count;
-  }
-  subgroups_.push_back({{id, first_rank}, 0});
-  return 0;
+  return subgroups_[key]++;
 }
 
 void Communicator::submit(aclrtStream stream, Request request) {
@@ -122,7 +117,6 @@ void Communicator::submit(aclrtStream stream, Request request) {
                                       : "the stream belongs to card " + std::to_string(card) +
                                             ", the communicator to card " + std::to_string(card_));
   }
-  if (sim::fault_is_due("peer_death", request.name)) kill(getpid(), SIGKILL);
   const bool never_arrives = sim::fault_is_due("hccl_timeout", request.name);
   sim::Task task;
   task.kind = sim::TaskKind::kCollective;
@@ -164,7 +158,7 @@ aclError Communicator::execute(const Request& request, Turns::Turn& turn, bool n
   }
   if (code != HCCL_SUCCESS) {
     record_failure(code, text, true);
-    sim::set_error_message(request.name + ": " + text);
+    sim::set_error_message(text);
   }
   turn.finish();
   return code == HCCL_SUCCESS ? ACL_SUCCESS : kStreamError;
