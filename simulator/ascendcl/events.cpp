@@ -6,10 +6,10 @@ namespace {
 using sim::entry;
 using sim::scheduler;
 
-aclError create(const char* name, aclrtEvent* event, uint32_t flags, bool timed) {
+aclError create(const char* name, aclrtEvent* event, bool timed, bool extended) {
   return entry(name, [&] {
     if (event == nullptr) return sim::null_argument(name);
-    *event = scheduler().create_event(flags, timed);
+    *event = scheduler().create_event(timed, extended);
     return ACL_SUCCESS;
   });
 }
@@ -18,14 +18,14 @@ aclError create(const char* name, aclrtEvent* event, uint32_t flags, bool timed)
 
 extern "C" {
 
-aclError aclrtCreateEvent(aclrtEvent* event) { return create("aclrtCreateEvent", event, 0, true); }
+aclError aclrtCreateEvent(aclrtEvent* event) { return create("aclrtCreateEvent", event, true, false); }
 
 aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
-  return create("aclrtCreateEventWithFlag", event, flag, (flag & ACL_EVENT_TIME_LINE) != 0);
+  return create("aclrtCreateEventWithFlag", event, (flag & ACL_EVENT_TIME_LINE) != 0, false);
 }
 
 aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t flag) {
-  return create("aclrtCreateEventExWithFlag", event, flag, (flag & ACL_EVENT_TIME_LINE) != 0);
+  return create("aclrtCreateEventExWithFlag", event, (flag & ACL_EVENT_TIME_LINE) != 0, true);
 }
 
 aclError aclrtDestroyEvent(aclrtEvent event) {

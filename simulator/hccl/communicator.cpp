@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -14,6 +13,7 @@
 #include "hccl/settings.h"
 #include "runtime/card_memory.h"
 #include "runtime/checks.h"
+#include "runtime/statistics.h"
 
 namespace sim::hccl {
 namespace {
@@ -39,7 +39,9 @@ std::string seconds_text(long seconds) { return std::to_string(seconds) + " s"; 
 std::shared_ptr<Communicator> Communicator::join(const std::string& socket_name, Introduction self,
                                                  const HcclCommConfig* config, bool may_be_early) {
   if (config != nullptr) {
-    if (config->magic != 0xf0f0f0f0) {
+    std::uint32_t magic;
+    std::memcpy(&magic, config->reserved + 8, sizeof(magic));
+    if (magic != 0xf0f0f0f0) {
       throw Error(HCCL_E_PARA, "the HcclCommConfig was not prepared with HcclCommConfigInit: wrong magic word");
     }
     std::memcpy(self.name, config->hcclCommName, sizeof(self.name));
@@ -76,7 +78,10 @@ Communicator::Communicator(Group group, const std::string& socket_name, const In
 }
 
 Communicator::~Communicator() {
-  for (void* buffer : buffers_) aclrtFree(buffer);
+  for (void* buffer : buffers_) {
+    aclrtFree(buffer);
+    sim::count_communicator_buffers(card_, -static_cast<std::ptrdiff_t>(buffer_bytes_));
+  }
 }
 
 // A real communicator has two buffers on the card. Here they only count: their pages are given back at once.
@@ -91,6 +96,8 @@ void Communicator::reserve_buffers(const HcclCommConfig* config) {
                                   std::to_string(megabytes) + " MB (HCCL_BUFFSIZE, hcclBufferSize)");
     }
     buffers_.push_back(buffer);
+    buffer_bytes_ = bytes;
+    sim::count_communicator_buffers(card_, static_cast<std::ptrdiff_t>(bytes));
     fallocate(sim::card_memory(card_).fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
               static_cast<off_t>(offset_of(buffer)), static_cast<off_t>(bytes));
   }
@@ -102,13 +109,9 @@ std::uint64_t Communicator::offset_of(const void* address) const {
 
 const char* Communicator::memory(std::uint32_t rank, std::uint64_t offset) const { return memories_[rank]->at(offset); }
 
-std::uint32_t Communicator::next_subgroup(std::uint64_t id, std::uint32_t first_rank) {
+std::uint32_t Communicator::next_subgroup(std::uint64_t key) {
   const std::lock_guard lock(submitting_);
-  for (auto& [key, count] : subgroups_) {
-    if (key == std::make_pair(id, first_rank)) return ++count;
-  }
-  subgroups_.push_back({{id, first_rank}, 0});
-  return 0;
+  return subgroups_[key]++;
 }
 
 void Communicator::submit(aclrtStream stream, Request request) {
@@ -122,7 +125,6 @@ void Communicator::submit(aclrtStream stream, Request request) {
                                       : "the stream belongs to card " + std::to_string(card) +
                                             ", the communicator to card " + std::to_string(card_));
   }
-  if (sim::fault_is_due("peer_death", request.name)) kill(getpid(), SIGKILL);
   const bool never_arrives = sim::fault_is_due("hccl_timeout", request.name);
   sim::Task task;
   task.kind = sim::TaskKind::kCollective;
@@ -164,7 +166,7 @@ aclError Communicator::execute(const Request& request, Turns::Turn& turn, bool n
   }
   if (code != HCCL_SUCCESS) {
     record_failure(code, text, true);
-    sim::set_error_message(request.name + ": " + text);
+    sim::set_error_message(text);
   }
   turn.finish();
   return code == HCCL_SUCCESS ? ACL_SUCCESS : kStreamError;

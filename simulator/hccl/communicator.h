@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -58,8 +59,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The first failure of this rank or a peer; HCCL_SUCCESS while there is none. Notices processes that have ended.
   HcclResult async_error();
 
-  // Numbers for the names of sub-communicators; counts calls with the same key.
-  std::uint32_t next_subgroup(std::uint64_t id, std::uint32_t first_rank);
+  // For the names of sub-communicators: how often it was called with this key.
+  std::uint32_t next_subgroup(std::uint64_t key);
   const std::string& secret() const { return secret_; }
 
   // The rank takes no further part. Waits for its pending operations first; they fail if they do not end.
@@ -96,12 +97,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::mutex submitting_;
   char order_token_ = 0;  // every operation "writes" it: the race detector then sees operations without an order
   std::vector<void*> buffers_;
+  std::size_t buffer_bytes_ = 0;  // of each
 
   std::mutex failing_;
   std::atomic<HcclResult> failure_{HCCL_SUCCESS};
   std::string failure_text_;
   std::atomic<bool> leaving_{false};
-  std::vector<std::pair<std::pair<std::uint64_t, std::uint32_t>, std::uint32_t>> subgroups_;
+  std::map<std::uint64_t, std::uint32_t> subgroups_;
   bool delays_ = false;
   std::minstd_rand random_;
 };

@@ -62,13 +62,13 @@ HcclComm make_subgroup(HcclComm parent, const std::vector<uint32_t>& members, ui
                                  std::to_string(communicator->rank()) + ") in rankIds");
   }
   // A name that only members of the parent know, another one at each call.
-  const std::string name = communicator->secret() + "/" + std::to_string(id) + "-" + std::to_string(members[0]) + "-" +
-                           std::to_string(communicator->next_subgroup(id, members[0]));
+  const std::uint64_t key = (hash ^ id) * 1099511628211u;
+  const std::string name =
+      communicator->secret() + "/" + std::to_string(key) + "-" + std::to_string(communicator->next_subgroup(key));
   if (rank == 0) serve_group(name);
   Introduction self;
   self.ranks = static_cast<std::uint32_t>(members.size());
   self.rank = rank;
-  self.members = hash;
   return register_communicator(Communicator::join(name, self, config, true));
 }
 

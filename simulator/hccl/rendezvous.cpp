@@ -32,7 +32,7 @@ struct Member {
 // Collects the members of one group; runs on the serving thread.
 class Server {
  public:
-  Server(FileDescriptor listener, std::string name) : listener_(std::move(listener)), name_(std::move(name)) {}
+  explicit Server(FileDescriptor listener) : listener_(std::move(listener)) {}
 
   void run() {
     try {
@@ -96,9 +96,6 @@ class Server {
       throw Error(HCCL_E_PARA, who + " disagree on the number of ranks: " + std::to_string(first.ranks) + " and " +
                                    std::to_string(last.ranks));
     }
-    if (last.members != first.members) {
-      throw Error(HCCL_E_PARA, who + " of the sub-communicator name different lists of ranks");
-    }
     if (std::strncmp(last.name, first.name, sizeof(first.name)) != 0) {
       throw Error(HCCL_E_PARA,
                   who + " give the communicator different names: \"" + first.name + "\" and \"" + last.name + "\"");
@@ -122,7 +119,8 @@ class Server {
     for (const Member& member : members_) descriptors.push_back(member.memory.get());
     for (const Member& member : members_) descriptors.push_back(member.process.get());
     const Introduction& first = members_.front().introduction;
-    const std::string name = first.name[0] != '\0' ? std::string(first.name) : "simulated_hccl_" + name_.substr(0, 16);
+    const std::string name =
+        first.name[0] != '\0' ? std::string(first.name) : "simulated-hccl-" + random_name().substr(0, 12);
     for (const Member& member : members_) send_message(member.connection.get(), kTable + name, descriptors);
   }
 
@@ -147,7 +145,6 @@ class Server {
   }
 
   FileDescriptor listener_;
-  std::string name_;
   std::uint32_t ranks_ = 0;
   std::vector<Member> members_;
 };
@@ -169,8 +166,10 @@ FileDescriptor connect_until(const std::string& name, bool may_be_early, Clock::
           "the root info has served a communicator before");
     }
     if (Clock::now() >= deadline) {
-      throw Error(HCCL_E_TIMEOUT, "the first rank of the sub-communicator did not come within HCCL_CONNECT_TIMEOUT = " +
-                                      std::to_string(connect_timeout().count()) + " s; missing rank: 0");
+      throw Error(HCCL_E_TIMEOUT,
+                  "the first rank of the sub-communicator did not come with the same subCommId and rankIds within "
+                  "HCCL_CONNECT_TIMEOUT = " +
+                      std::to_string(connect_timeout().count()) + " s; missing rank: 0");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
@@ -181,7 +180,7 @@ FileDescriptor connect_until(const std::string& name, bool may_be_early, Clock::
 std::chrono::seconds connect_timeout() { return std::chrono::seconds(seconds_setting("HCCL_CONNECT_TIMEOUT", 120)); }
 
 void serve_group(const std::string& socket_name) {
-  std::thread([server = Server(listen_at(socket_name), socket_name)]() mutable { server.run(); }).detach();
+  std::thread([server = Server(listen_at(socket_name))]() mutable { server.run(); }).detach();
 }
 
 Group join_group(const std::string& socket_name, const Introduction& self, int memory, bool may_be_early) {

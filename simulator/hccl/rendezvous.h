@@ -23,8 +23,7 @@ struct Error : std::runtime_error {
 struct Introduction {
   std::uint32_t ranks = 0;
   std::uint32_t rank = 0;
-  std::uint64_t members = 0;  // hash of the list of parent ranks of a sub-communicator, which must agree
-  char name[128] = {};        // asked for in HcclCommConfig; must agree, may be empty
+  char name[128] = {};  // asked for in HcclCommConfig; must agree, may be empty
 };
 
 struct Group {

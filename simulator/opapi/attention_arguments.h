@@ -9,17 +9,17 @@
 
 namespace sim::opapi {
 
-// Letters of shapes: B batch, N heads of the query, M heads of key and value, S tokens of the query, K tokens of key and
-// value, D and E width of a head of query and value, T tokens of all sequences, H = N*D.
+// Letters of shapes: B batch, N heads of the query, M heads of key and value, S tokens of the query, K tokens of key
+// and value, D and E width of a head of query and value, T tokens of all sequences, H = N*D.
 struct AttentionInputs {
-  at::Tensor query, key, value;  // BSH, SBH, BNSD, BSND, or TND for sequences of different length
-  at::Tensor query_rope, key_rope;  // further columns of query and key
-  at::Tensor pse;                   // added to the scores: see pse_type
-  at::Tensor drop_mask;             // one bit per score, 1 keeps
-  at::Tensor padding_mask;  // reserved
-  at::Tensor atten_mask;  // 1 hides
-  at::Tensor sink;        // [N] fp32, a score that takes part in the softmax and has no value
-  IntArray prefix;         // [B], sparse modes 5 and 6
+  at::Tensor query, key, value;          // BSH, SBH, BNSD, BSND, or TND for sequences of different length
+  at::Tensor query_rope, key_rope;       // further columns of query and key
+  at::Tensor pse;                        // added to the scores: see pse_type
+  at::Tensor drop_mask;                  // one bit per score, 1 keeps
+  at::Tensor padding_mask;               // reserved
+  at::Tensor atten_mask;                 // 1 hides
+  at::Tensor sink;                       // [N] fp32, a score that takes part in the softmax and has no value
+  IntArray prefix;                       // [B], sparse modes 5 and 6
   IntArray actual_seq_q, actual_seq_kv;  // [B], where each sequence ends; TND only
   IntArray q_start, kv_start;
   double scale = 1.0;
@@ -31,7 +31,7 @@ struct AttentionInputs {
   bool sequences = false;  // an operator for layout TND, the others take all layouts but that
   int64_t inner_precise = 0;
   int64_t sparse_mode = 0;
-  int64_t pse_type = 1;        // 1: scale*(scores + pse); 0: scale*scores + pse; 2, 3: made from slopes, see attention_math
+  int64_t pse_type = 1;  // 1: scale*(scores + pse); 0: scale*scores + pse; 2, 3: made from slopes, see attention_math
   std::string softmax_layout;  // TND: "" or "same_as_input"
 };
 

@@ -26,8 +26,7 @@ void check_like(const Named& argument, at::ScalarType type, at::IntArrayRef shap
            std::string("it must be ") + c10::toString(type));
   }
   if (tensor.sizes() != shape) {
-    reject(std::string(argument.first) + " has shape " + describe(tensor.sizes()),
-           "it must be " + describe(shape));
+    reject(std::string(argument.first) + " has shape " + describe(tensor.sizes()), "it must be " + describe(shape));
   }
 }
 
@@ -79,7 +78,8 @@ void check_slopes(const AttentionInputs& inputs, const AttentionGeometry& geomet
              type + " needs them to be equal");
     }
   }
-  for (const auto& [name, start] : {std::pair{"qStartIdx", &inputs.q_start}, std::pair{"kvStartIdx", &inputs.kv_start}}) {
+  for (const auto& [name, start] :
+       {std::pair{"qStartIdx", &inputs.q_start}, std::pair{"kvStartIdx", &inputs.kv_start}}) {
     if (start->size() > 1) {
       reject(std::string(name) + " has " + std::to_string(start->size()) + " entries", "it must have one");
     }
@@ -135,8 +135,7 @@ void check_rope(const AttentionInputs& inputs, const AttentionGeometry& geometry
   const int64_t width = inputs.query_rope.size(-1);
   check_like({"queryRope", &inputs.query_rope}, inputs.query.scalar_type(),
              {inputs.query.size(0), geometry.heads, width});
-  check_like({"keyRope", &inputs.key_rope}, inputs.query.scalar_type(),
-             {inputs.key.size(0), geometry.kv_heads, width});
+  check_like({"keyRope", &inputs.key_rope}, inputs.query.scalar_type(), {inputs.key.size(0), geometry.kv_heads, width});
   if (width < 1 || width > geometry.d || width % 8 != 0 || geometry.d % 8 != 0) {
     reject("D of queryRope is " + std::to_string(width) + ", D of query " + std::to_string(geometry.d),
            "both must be multiples of 8, and the first not more than the second");
@@ -173,8 +172,7 @@ void check_attention(const AttentionInputs& inputs, const AttentionOutputs& outp
   const AttentionGeometry geometry = check_inputs(inputs);
   check_softmax(inputs, geometry, {"softmaxMaxOut", &outputs.softmax_max});
   check_softmax(inputs, geometry, {"softmaxSumOut", &outputs.softmax_sum});
-  check_like({"attentionOut", &outputs.attention}, inputs.query.scalar_type(),
-             attention_shape(geometry, inputs.query));
+  check_like({"attentionOut", &outputs.attention}, inputs.query.scalar_type(), attention_shape(geometry, inputs.query));
 }
 
 void check_attention_grad(const AttentionInputs& inputs, const AttentionGradInputs& grad,

@@ -162,9 +162,7 @@ std::string describe(at::IntArrayRef shape) {
   return text + "]";
 }
 
-void reject(const std::string& what, const std::string& rule) {
-  throw InvalidArgument(what + "; " + rule);
-}
+void reject(const std::string& what, const std::string& rule) { throw InvalidArgument(what + "; " + rule); }
 
 AttentionGeometry attention_geometry(const AttentionInputs& inputs) {
   const bool sequences = inputs.sequences;
@@ -183,12 +181,10 @@ AttentionGeometry attention_geometry(const AttentionInputs& inputs) {
   check_range("D of query", q.width, kMaxWidth);
   check_range("D of value", v.width, kMaxWidth);
   if (q.width != k.width) {
-    reject("D of query is " + std::to_string(q.width) + ", D of key " + std::to_string(k.width),
-           "they must be equal");
+    reject("D of query is " + std::to_string(q.width) + ", D of key " + std::to_string(k.width), "they must be equal");
   }
   if (v.width > k.width) {
-    reject("D of value is " + std::to_string(v.width),
-           "it must not be more than D of key, " + std::to_string(k.width));
+    reject("D of value is " + std::to_string(v.width), "it must not be more than D of key, " + std::to_string(k.width));
   }
   if (q.batch != k.batch || k.batch != v.batch) {
     reject("B of query, key, value is " + std::to_string(q.batch) + ", " + std::to_string(k.batch) + ", " +
@@ -245,13 +241,15 @@ at::Tensor softmax_piece(const AttentionGeometry& geometry, const at::Tensor& te
     return tensor.narrow(0, segment.q_begin, segment.q_len).transpose(0, 1);
   }
   const int64_t row = geometry.heads * 8;
-  return tensor.view({-1}).narrow(0, segment.q_begin * row, segment.q_len * row).view({geometry.heads, segment.q_len, 8});
+  return tensor.view({-1})
+      .narrow(0, segment.q_begin * row, segment.q_len * row)
+      .view({geometry.heads, segment.q_len, 8});
 }
 
 std::vector<int64_t> attention_shape(const AttentionGeometry& geometry, const at::Tensor& query) {
   std::vector<int64_t> shape = query.sizes().vec();
-  shape.back() = geometry.layout == Layout::kBSH || geometry.layout == Layout::kSBH ? geometry.heads * geometry.dv
-                                                                                   : geometry.dv;
+  shape.back() =
+      geometry.layout == Layout::kBSH || geometry.layout == Layout::kSBH ? geometry.heads * geometry.dv : geometry.dv;
   return shape;
 }
 

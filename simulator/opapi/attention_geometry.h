@@ -16,7 +16,7 @@ struct Segment {
   int64_t index = 0;
   int64_t q_begin = 0, q_len = 0;    // rows of the query, 0 and S unless TND
   int64_t kv_begin = 0, kv_len = 0;  // rows of key and value
-  int64_t first_score = 0;           // number of scores of all heads of the segments before: where its dropout bits begin
+  int64_t first_score = 0;  // number of scores of all heads of the segments before: where its dropout bits begin
 };
 
 struct AttentionGeometry {

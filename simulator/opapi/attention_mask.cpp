@@ -44,14 +44,15 @@ std::string tokens(const AttentionInputs& inputs) {
 }
 
 std::string lengths(const AttentionGeometry& geometry, const Segment& segment) {
-  const std::string which = geometry.layout == Layout::kTND ? "sequence " + std::to_string(segment.index) + " has " : "";
+  const std::string which =
+      geometry.layout == Layout::kTND ? "sequence " + std::to_string(segment.index) + " has " : "";
   return which + "Sq = " + std::to_string(segment.q_len) + ", Skv = " + std::to_string(segment.kv_len);
 }
 
 void check_mask_shape(const AttentionInputs& inputs, const AttentionGeometry& geometry) {
   const at::IntArrayRef shape = inputs.atten_mask.sizes();
-  const std::string what = "attenMask has shape " + describe(shape) + " in sparseMode " +
-                           std::to_string(inputs.sparse_mode);
+  const std::string what =
+      "attenMask has shape " + describe(shape) + " in sparseMode " + std::to_string(inputs.sparse_mode);
   if (is_compressed(inputs.sparse_mode)) {
     const int64_t rows = inputs.sparse_mode == kPrefixCompressed ? kCompressed + kPrefixRows : kCompressed;
     if (shape != at::IntArrayRef({rows, kCompressed}) && shape != at::IntArrayRef({1, 1, rows, kCompressed})) {
@@ -61,28 +62,29 @@ void check_mask_shape(const AttentionInputs& inputs, const AttentionGeometry& ge
   }
   const bool sequences = geometry.layout == Layout::kTND;
   const bool plane = shape.size() == 2 && inputs.sparse_mode != kPrefix;
-  const bool full = shape.size() == 4 && ((shape[0] == geometry.batch && (shape[1] == 1 || shape[1] == geometry.heads)) ||
-                                          (shape[0] == 1 && shape[1] == 1 && inputs.sparse_mode != kPrefix));
-  const bool fits = (plane || full) && (sequences ? shape[shape.size() - 2] >= geometry.max_q &&
-                                                        shape[shape.size() - 1] >= geometry.max_kv
-                                                  : shape[shape.size() - 2] == geometry.max_q &&
-                                                        shape[shape.size() - 1] == geometry.max_kv);
+  const bool full =
+      shape.size() == 4 && ((shape[0] == geometry.batch && (shape[1] == 1 || shape[1] == geometry.heads)) ||
+                            (shape[0] == 1 && shape[1] == 1 && inputs.sparse_mode != kPrefix));
+  const bool fits =
+      (plane || full) &&
+      (sequences ? shape[shape.size() - 2] >= geometry.max_q && shape[shape.size() - 1] >= geometry.max_kv
+                 : shape[shape.size() - 2] == geometry.max_q && shape[shape.size() - 1] == geometry.max_kv);
   if (!fits) {
-    reject(what,
-           std::string(inputs.sparse_mode == kPrefix ? "it must be [B, N, Sq, Skv] or [B, 1, Sq, Skv]"
-                                                     : "it must be [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, Skv] or "
-                                                       "[Sq, Skv]") +
-               " with B = " + std::to_string(geometry.batch) + ", N = " + std::to_string(geometry.heads) + ", " +
-               (sequences ? "the longest Sq = " : "Sq = ") + std::to_string(geometry.max_q) +
-               ", Skv = " + std::to_string(geometry.max_kv));
+    reject(what, std::string(inputs.sparse_mode == kPrefix
+                                 ? "it must be [B, N, Sq, Skv] or [B, 1, Sq, Skv]"
+                                 : "it must be [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, Skv] or "
+                                   "[Sq, Skv]") +
+                     " with B = " + std::to_string(geometry.batch) + ", N = " + std::to_string(geometry.heads) + ", " +
+                     (sequences ? "the longest Sq = " : "Sq = ") + std::to_string(geometry.max_q) +
+                     ", Skv = " + std::to_string(geometry.max_kv));
   }
 }
 
 void check_prefix(const AttentionInputs& inputs, const AttentionGeometry& geometry) {
   if (static_cast<int64_t>(inputs.prefix.size()) != geometry.batch) {
     reject("prefix has " + std::to_string(inputs.prefix.size()) + " entries",
-           "sparseMode " + std::to_string(inputs.sparse_mode) + " needs one for each of B = " +
-               std::to_string(geometry.batch));
+           "sparseMode " + std::to_string(inputs.sparse_mode) +
+               " needs one for each of B = " + std::to_string(geometry.batch));
   }
   for (const Segment& segment : geometry.segments) {
     const int64_t prefix = inputs.prefix.at(segment.index);
@@ -124,7 +126,8 @@ void check_tokens(const AttentionInputs& inputs, const AttentionGeometry& geomet
       continue;
     }
     if (pre < kv) {
-      reject(tokens(inputs), "sparseMode " + std::to_string(mode) + " needs preTokens >= Skv: " + lengths(geometry, segment));
+      reject(tokens(inputs),
+             "sparseMode " + std::to_string(mode) + " needs preTokens >= Skv: " + lengths(geometry, segment));
     }
     if (mode == kRightDownCausalBand && (next > 0 || next < q - kv)) {
       reject(tokens(inputs), "sparseMode 7 needs Sq - Skv <= nextTokens <= 0: " + lengths(geometry, segment));

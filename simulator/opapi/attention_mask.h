@@ -20,7 +20,8 @@ Window attention_window(const AttentionInputs& inputs, const AttentionGeometry& 
 // hidden, and sparseMode, tokens and prefix have no meaning.
 void check_mask(const AttentionInputs& inputs, const AttentionGeometry& geometry);
 
-// A compressed mask must be exactly the triangle that the operator takes it for; a card computes wrong numbers otherwise.
+// A compressed mask must be exactly the triangle that the operator takes it for; a card computes wrong numbers
+// otherwise.
 void check_compressed_mask(const AttentionInputs& inputs);
 
 struct MaskedBlock {

@@ -10,7 +10,8 @@
 namespace sim::opapi {
 namespace {
 
-constexpr int64_t kBlockScores = 4 << 20;  // scores in work at a time: 16 MiB each for the scores, the mask's numbers, …
+constexpr int64_t kBlockScores =
+    4 << 20;  // scores in work at a time: 16 MiB each for the scores, the mask's numbers, …
 constexpr float kHidden = std::numeric_limits<float>::lowest();
 
 // A segment's tensors in fp32, [heads, rows, width].
@@ -84,8 +85,8 @@ at::Tensor pse_block(const AttentionInputs& inputs, const AttentionGeometry& geo
   const at::Tensor j = at::arange(segment.kv_len, at::kLong).unsqueeze(0);
   if (inputs.pse_type >= 2) {
     const at::Tensor slopes = inputs.pse.dim() == 1 ? inputs.pse : inputs.pse.select(0, segment.index);
-    const int64_t shift = (inputs.q_start.empty() ? 0 : inputs.q_start[0]) -
-                          (inputs.kv_start.empty() ? 0 : inputs.kv_start[0]);
+    const int64_t shift =
+        (inputs.q_start.empty() ? 0 : inputs.q_start[0]) - (inputs.kv_start.empty() ? 0 : inputs.kv_start[0]);
     at::Tensor distance = (i - j + shift).abs().to(at::kFloat);
     if (inputs.pse_type == 3) {
       distance = distance.sqrt();
@@ -103,7 +104,10 @@ at::Tensor pse_block(const AttentionInputs& inputs, const AttentionGeometry& geo
   const int64_t rows = pse.size(1);
   const at::Tensor row = (rows - 1 - (j - i).clamp_min(0)).clamp_min(0);
   const at::Tensor column = (j - i + (segment.kv_len - rows) + row).clamp_max(segment.kv_len - 1);
-  return pse.flatten(1).index_select(1, (row * segment.kv_len + column).flatten()).view({heads, block.rows, -1}).to(at::kFloat);
+  return pse.flatten(1)
+      .index_select(1, (row * segment.kv_len + column).flatten())
+      .view({heads, block.rows, -1})
+      .to(at::kFloat);
 }
 
 at::Tensor scores_of(const AttentionInputs& inputs, const AttentionGeometry& geometry, const Segment& segment,
@@ -255,7 +259,8 @@ void compute_attention(const AttentionInputs& inputs, const AttentionOutputs& ou
     const Pieces pieces = pieces_of(inputs, geometry, segment);
     for (const Block& block : blocks_of(geometry, segment)) {
       const Probabilities result = softmax(inputs, geometry, segment, block, pieces);
-      const at::Tensor used = inputs.keep_prob < 1.0 ? result.p * kept_block(inputs, geometry, segment, block) : result.p;
+      const at::Tensor used =
+          inputs.keep_prob < 1.0 ? result.p * kept_block(inputs, geometry, segment, block) : result.p;
       of_query(attention, geometry, block)
           .copy_(ungrouped(at::bmm(grouped(used, block), of_kv(pieces.v, block)), geometry, block));
       of_query(max, geometry, block).copy_(result.max);

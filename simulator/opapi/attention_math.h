@@ -1,5 +1,5 @@
-// FlashAttention on CPU tensors: what the simulated operators compute. All arithmetic is fp32; a block of rows is worked on
-// at a time, so that long sequences need no [N, S, K] tensor.
+// FlashAttention on CPU tensors: what the simulated operators compute. All arithmetic is fp32; a block of rows is
+// worked on at a time, so that long sequences need no [N, S, K] tensor.
 //
 //   scores = scale * (Q K^T + pse)            pse_type 1
 //          = scale * Q K^T + pse              pse_type 0, 2, 3

@@ -1,8 +1,8 @@
 // The FlashAttention operators of Ascend910B. The versions differ in what they take:
 //   Score, ScoreGrad                      every layout but TND
 //   VarLenScore, UnpaddingScoreGrad       layout TND, sequences of different length
-//   V2 adds pseType and start positions; V3 adds a sink (Score) or rotary columns apart (VarLen); VarLen V4 is the first
-//   with the layout of the softmax numbers; V5 is V3 with a sink and that layout.
+//   V2 adds pseType and start positions; V3 adds a sink (Score) or rotary columns apart (VarLen); VarLen V4 is the
+//   first with the layout of the softmax numbers; V5 is V3 with a sink and that layout.
 #include "opapi/attention_math.h"
 #include "opapi/operator.h"
 
@@ -83,12 +83,12 @@ void backward(const AttentionInputs& inputs, const OptIn& dy, const OptIn& softm
 #define MASKS OptIn pse, OptIn drop_mask, OptIn padding_mask, OptIn atten_mask
 #define SEQUENCES OptIntArray actual_seq_q, OptIntArray actual_seq_kv
 #define STARTS OptIntArray q_start, OptIntArray kv_start
-#define NUMBERS                                                                                          \
+#define NUMBERS                                                                                           \
   double scale, double keep_prob, int64_t pre_tokens, int64_t next_tokens, int64_t head_num, Text layout, \
       int64_t inner_precise, int64_t sparse_mode
 #define FORWARD_OUTPUTS Out softmax_max, Out softmax_sum, OptOut, Out attention
 #define SAVED OptIn softmax_max, OptIn softmax_sum, OptIn, OptIn attention
-#define INPUTS                                                                                                \
+#define INPUTS                                                                                                   \
   make_inputs(query, key, value, pse, drop_mask, padding_mask, atten_mask, prefix, scale, keep_prob, pre_tokens, \
               next_tokens, head_num, layout, inner_precise, sparse_mode)
 
@@ -174,8 +174,7 @@ SIM_CHECKED_OPERATOR(FlashAttentionScoreGradV3, OptIn query, OptIn key, OptIn va
   AttentionInputs inputs = INPUTS;
   set_positions(inputs, q_start, kv_start, pse_type);
   inputs.sink = optional(sink);
-  backward(inputs, dy, softmax_max, softmax_sum, attention,
-           {dq, {}, dk, {}, dv, optional(dpse), optional(dsink)});
+  backward(inputs, dy, softmax_max, softmax_sum, attention, {dq, {}, dk, {}, dv, optional(dpse), optional(dsink)});
 }
 
 SIM_CHECKED_OPERATOR(FlashAttentionUnpaddingScoreGrad, OptIn query, OptIn key, OptIn value, OptIn dy, MASKS, SAVED,

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "abi/acl.h"
@@ -26,8 +27,10 @@ struct Stream {
 };
 
 struct Event {
-  std::uint32_t flags = 0;
   bool timed = false;
+  // Made by aclrtCreateEventEx…: may be destroyed while its record is pending, which torch_npu does at every
+  // wait_stream; what was submitted keeps its meaning.
+  bool extended = false;
   std::shared_ptr<Record> record;  // submitted last; null before the first one
 };
 
@@ -48,7 +51,7 @@ class Scheduler {
   // The function may conclude that all before it on the stream is done.
   aclError submit_host_function(aclrtStream stream, std::string name, std::function<aclError()> function);
 
-  aclrtEvent create_event(std::uint32_t flags, bool timed);
+  aclrtEvent create_event(bool timed, bool extended);
   aclError destroy_event(aclrtEvent event);
   aclError record_event(aclrtEvent event, aclrtStream stream);
   aclError reset_event(aclrtEvent event);
@@ -72,7 +75,8 @@ class Scheduler {
  private:
   aclrtStream make_stream(int card);
   Stream* find_stream(aclrtStream stream);
-  std::shared_ptr<Event> find_event(aclrtEvent event);
+  // Null for what is no event. One that was destroyed is a violation: a real handle may by then be another event's.
+  std::shared_ptr<Event> find_event(aclrtEvent event, const char* use);
   // The next task of the stream: what the host knows lies behind it.
   std::uint64_t advance(Stream& stream);
   void check(const Clock& clock, Slot slot, std::uint64_t time, const std::string& name,
@@ -83,6 +87,7 @@ class Scheduler {
   std::mutex mutex_;
   std::unordered_map<aclrtStream, std::unique_ptr<Stream>> streams_;
   std::unordered_map<aclrtEvent, std::shared_ptr<Event>> events_;
+  std::unordered_set<aclrtEvent> destroyed_events_;
   std::vector<int> slot_streams_ = {0};  // the id of the stream that has each slot
   std::vector<Slot> free_slots_;
   std::vector<std::uint64_t> slot_times_ = {0};

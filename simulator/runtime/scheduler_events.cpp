@@ -15,38 +15,44 @@ std::chrono::duration<float, std::milli> between(const Record& start, const Reco
 
 }  // namespace
 
-std::shared_ptr<Event> Scheduler::find_event(aclrtEvent handle) {
+std::shared_ptr<Event> Scheduler::find_event(aclrtEvent handle, const char* use) {
   auto found = events_.find(handle);
-  return found == events_.end() ? nullptr : found->second;
+  if (found != events_.end()) return found->second;
+  if (destroyed_events_.contains(handle)) {
+    violation("use of a destroyed event", std::string(use) + " of an event that was destroyed");
+  }
+  return nullptr;
 }
 
-aclrtEvent Scheduler::create_event(std::uint32_t flags, bool timed) {
+aclrtEvent Scheduler::create_event(bool timed, bool extended) {
   auto event = std::make_shared<Event>();
-  event->flags = flags;
   event->timed = timed;
+  event->extended = extended;
   std::scoped_lock lock(mutex_);
   aclrtEvent handle = event.get();
+  destroyed_events_.erase(handle);
   events_.emplace(handle, std::move(event));
   return handle;
 }
 
 aclError Scheduler::destroy_event(aclrtEvent handle) {
   std::scoped_lock lock(mutex_);
-  auto found = events_.find(handle);
-  if (found == events_.end()) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtDestroyEvent: not an event");
-  const auto& record = found->second->record;
-  if (record && !host_.covers(record->slot, record->time)) {
+  auto event = find_event(handle, "aclrtDestroyEvent");
+  if (event == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtDestroyEvent: not an event");
+  const auto& record = event->record;
+  if (record && !event->extended && !host_.covers(record->slot, record->time)) {
     violation("event destroyed while pending", "an event that was recorded as task " + std::to_string(record->time) +
                                                    " of stream " + std::to_string(slot_streams_[record->slot]) +
                                                    " is destroyed, and the host has not waited for that");
   }
-  events_.erase(found);
+  events_.erase(handle);
+  destroyed_events_.insert(handle);
   return ACL_SUCCESS;
 }
 
 aclError Scheduler::record_event(aclrtEvent event_handle, aclrtStream stream_handle) {
   std::scoped_lock lock(mutex_);
-  auto event = find_event(event_handle);
+  auto event = find_event(event_handle, "aclrtRecordEvent");
   Stream* stream = find_stream(stream_handle);
   if (event == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtRecordEvent: not an event");
   if (stream == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtRecordEvent: not a stream");
@@ -61,7 +67,7 @@ aclError Scheduler::record_event(aclrtEvent event_handle, aclrtStream stream_han
 
 aclError Scheduler::reset_event(aclrtEvent handle) {
   std::scoped_lock lock(mutex_);
-  auto event = find_event(handle);
+  auto event = find_event(handle, "aclrtResetEvent");
   if (event == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtResetEvent: not an event");
   event->record = nullptr;
   return ACL_SUCCESS;
@@ -69,7 +75,7 @@ aclError Scheduler::reset_event(aclrtEvent handle) {
 
 aclError Scheduler::wait_for_event(aclrtStream stream_handle, aclrtEvent event_handle) {
   std::scoped_lock lock(mutex_);
-  auto event = find_event(event_handle);
+  auto event = find_event(event_handle, "aclrtStreamWaitEvent");
   Stream* stream = find_stream(stream_handle);
   if (event == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtStreamWaitEvent: not an event");
   if (stream == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtStreamWaitEvent: not a stream");
@@ -85,7 +91,7 @@ aclError Scheduler::synchronize_event(aclrtEvent handle) {
   std::shared_ptr<Record> record;
   {
     std::scoped_lock lock(mutex_);
-    auto event = find_event(handle);
+    auto event = find_event(handle, "aclrtSynchronizeEvent");
     if (event == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "aclrtSynchronizeEvent: not an event");
     record = event->record;
   }
@@ -98,7 +104,7 @@ aclError Scheduler::synchronize_event(aclrtEvent handle) {
 
 aclError Scheduler::query_event(aclrtEvent handle, bool* complete, bool* pending) {
   std::scoped_lock lock(mutex_);
-  auto event = find_event(handle);
+  auto event = find_event(handle, "query");
   if (event == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "query of an event: not an event");
   const auto& record = event->record;
   *complete = record != nullptr && record->completed();
@@ -109,8 +115,8 @@ aclError Scheduler::query_event(aclrtEvent handle, bool* complete, bool* pending
 
 aclError Scheduler::elapsed_milliseconds(aclrtEvent start_handle, aclrtEvent end_handle, float* result) {
   std::scoped_lock lock(mutex_);
-  auto start = find_event(start_handle);
-  auto end = find_event(end_handle);
+  auto start = find_event(start_handle, "aclrtEventElapsedTime");
+  auto end = find_event(end_handle, "aclrtEventElapsedTime");
   if (start == nullptr || end == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "elapsed time: not an event");
   if (!start->timed || !end->timed || start->record == nullptr || end->record == nullptr) {
     return error(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID,
@@ -125,7 +131,7 @@ aclError Scheduler::elapsed_milliseconds(aclrtEvent start_handle, aclrtEvent end
 
 aclError Scheduler::event_timestamp(aclrtEvent handle, std::uint64_t* microseconds) {
   std::scoped_lock lock(mutex_);
-  auto event = find_event(handle);
+  auto event = find_event(handle, "aclrtEventGetTimestamp");
   if (event == nullptr) return error(ACL_ERROR_RT_PARAM_INVALID, "timestamp of an event: not an event");
   if (!event->timed || event->record == nullptr || !event->record->completed()) {
     return error(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "timestamp of an event: not recorded, or not reached yet");

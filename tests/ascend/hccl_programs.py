@@ -10,9 +10,26 @@ from ctypes import byref, c_int32, c_void_p
 
 import numpy as np
 from card import (
-    BF16, FP16, FP32, INT8, INT16, INT32, INT64, MAX, MIN, NUMPY, PROD, SUM, UINT8, Array, Card, Communicator, Config,
+    BF16,
+    FP16,
+    FP32,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    MAX,
+    MIN,
+    NUMPY,
+    PROD,
+    SUM,
+    UINT8,
+    Array,
+    Card,
+    Communicator,
+    Config,
     Failure,
-)  # fmt: skip
+    exchange_root_info,
+)
 
 RANK = int(os.environ["RANK"])
 RANKS = int(os.environ["WORLD_SIZE"])
@@ -50,7 +67,8 @@ def reduced(parts: list[np.ndarray], dtype: int, op: int) -> np.ndarray:
 
 def equal(array: Array, expected: np.ndarray, what: object) -> None:
     got = array.numpy()
-    assert np.array_equal(got.view(np.uint8), np.ascontiguousarray(expected, got.dtype).view(np.uint8)), (what, got, expected)
+    expected = np.ascontiguousarray(expected, got.dtype)
+    assert np.array_equal(got.view(np.uint8), expected.view(np.uint8)), (what, got, expected)
 
 
 def expect(code: int, *words: str, call) -> None:
@@ -93,9 +111,9 @@ def reductions() -> None:
                     root = salt % RANKS
                     card.write(send, parts[RANK])
                     recv = send if in_place else card.empty(count * RANKS, NUMPY[dtype])
-                    comm.call("HcclReduce", send, recv if RANK == root else None, count * RANKS, dtype, op, root)
+                    comm.call("HcclReduce", send, recv if root == RANK else None, count * RANKS, dtype, op, root)
                     card.synchronize()
-                    if RANK == root:
+                    if root == RANK:
                         equal(recv, reduced(parts, dtype, op), ("reduce", *what))
                     elif in_place:
                         equal(send, parts[RANK], ("reduce leaves the others alone", *what))
@@ -124,7 +142,7 @@ def moves() -> None:
             gathered = np.concatenate([part[r * count : (r + 1) * count] for r, part in enumerate(parts)])
             equal(recv, gathered, ("all-gather", in_place))
             # Scatter
-            send = card.array(parts[RANK]) if RANK == root else None
+            send = card.array(parts[RANK]) if root == RANK else None
             recv = send[mine] if in_place and send is not None else card.empty(count, kind)
             comm.call("HcclScatter", send, recv, count, dtype, root)
             card.synchronize()
@@ -167,7 +185,8 @@ def moves() -> None:
         received = [matrix[i][RANK] for i in range(RANKS)]
         send, before = card.array(sources[RANK]), values_of(RANK, whole, dtype, salt + 901)
         recv = card.array(before)
-        comm.call("HcclAlltoAllV", send, matrix[RANK], places(matrix[RANK]), dtype, recv, received, places(received), dtype)
+        sent = matrix[RANK]
+        comm.call("HcclAlltoAllV", send, sent, places(sent), dtype, recv, received, places(received), dtype)
         card.synchronize()
         expected = before.copy()
         for i in range(RANKS):
@@ -270,6 +289,27 @@ def streams() -> None:
     comm.destroy()
 
 
+def two_communicators() -> None:
+    """Collectives of two communicators at the same time, whose order differs between the ranks."""
+    card = Card()
+    first, second = Communicator.world(card), Communicator.world(card, name="second")
+    other = card.new_stream()
+    x, y = card.array(np.full(3000, RANK, np.float32)), card.array(np.full(3000, RANK, np.float32))
+    gathered = card.empty(3000 * RANKS, np.float32)
+    for turn in range(40):
+        if (turn + RANK) % 2:
+            first.call("HcclAllReduce", x, x, 3000, FP32, MAX)
+        second.call("HcclAllGather", y, gathered, 3000, FP32, stream=other)
+        if not (turn + RANK) % 2:
+            first.call("HcclAllReduce", x, x, 3000, FP32, MAX)
+    card.synchronize()
+    card.synchronize(other)
+    equal(x, np.full(3000, RANKS - 1, np.float32), "reduced")
+    equal(gathered, np.arange(RANKS, dtype=np.float32).repeat(3000), "gathered")
+    first.destroy()
+    second.destroy()
+
+
 def unordered_streams() -> None:
     card = Card()
     comm = Communicator.world(card)
@@ -365,7 +405,8 @@ def mismatch(kind: str) -> None:
         comm.call("HcclAllGatherV", x, 4, y, other, [8 * r for r in range(RANKS)], FP32)
     elif kind == "all to all":
         counts, places = [2] * RANKS, [8 * r for r in range(RANKS)]
-        comm.call("HcclAlltoAllV", x, [3 if odd and r == 0 else 2 for r in range(RANKS)], places, FP32, y, counts, places, FP32)
+        sent = [3 if odd and r == 0 else 2 for r in range(RANKS)]
+        comm.call("HcclAlltoAllV", x, sent, places, FP32, y, counts, places, FP32)
     elif kind == "send":
         comm.call("HcclSend", x, 4, FP32, 0) if odd else comm.call("HcclRecv", x, 3, FP32, 1)
     elif kind == "both send":
@@ -441,8 +482,6 @@ def connect(kind: str) -> None:
         elif kind == "twice":
             Communicator.join(card, RANKS, 0 if RANK == 0 else 1)
         elif kind == "dies" and RANK == 1:
-            from card import exchange_root_info
-
             exchange_root_info(card, RANK)
             os._exit(0)
         else:

@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CANN = Path(os.environ.get("TT_SIM_CANN", REPOSITORY / "build/sim/simulator/cann"))
+from simulated import find_simulator, simulator_environment
+
 # The interpreter that has torch_npu, where that is not the one that runs the tests.
 NPU_PYTHON = os.environ.get("TT_SIM_PYTHON", sys.executable)
 
@@ -26,33 +25,23 @@ class Result:
     seconds: float
 
 
-def simulator_environment(**more: str) -> dict[str, str]:
-    environment = dict(os.environ)
-    environment.update(
-        ASCEND_HOME_PATH=str(CANN),
-        ASCEND_OPP_PATH=str(CANN / "opp"),
-        LD_LIBRARY_PATH=str(CANN / "lib64"),
-        OMP_NUM_THREADS="1",
-        TT_SIM_MEMORY_MB="4096",
-        PYTHONUNBUFFERED="1",
-    )
-    environment.update(more)
-    return environment
-
-
 def run_ranks(
     command: list[str], ranks: int, timeout: float = 60, python: str = sys.executable, fail: bool = True, **more: str
 ) -> list[Result]:
-    """Starts `python command` once per rank, and waits for all. What still runs at the timeout is killed.
+    """Starts `python command` once per rank, with its number for "{rank}", and waits for all.
 
+    What still runs at the timeout is killed.
     With `fail`, a rank that does not end with 0 fails the test, and all outputs are shown.
     """
+    folder = find_simulator()
     processes = []
     for rank in range(ranks):
-        environment = simulator_environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **more)
+        environment = simulator_environment(
+            folder, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **{"TT_SIM_MEMORY_MB": "4096", **more}
+        )
         processes.append(
             subprocess.Popen(
-                [python, *command],
+                [python, *(part.replace("{rank}", str(rank)) for part in command)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

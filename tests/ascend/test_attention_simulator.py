@@ -6,14 +6,16 @@ arguments that break a documented rule.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
-import torch
-from attention_reference import Case, Problem, pack, unpack, unpack_softmax
+from in_process import use_simulator
+from simulated import Run
+
+use_simulator()
+
+import torch  # noqa: E402 - see in_process.py
+from attention_reference import Case, Problem, pack, unpack, unpack_softmax  # noqa: E402
 
 # The operators compute in fp32 and round what they return, the gradient also reads a rounded output. Numbers are of
 # order 1 and sums have at most 32 terms: a few units in the last place of each type.
@@ -25,23 +27,32 @@ WIDE = ((5, 9), (5, 9))
 TALL = ((9, 5), (9, 5))
 UNEVEN = ((3, 3), (7, 7), (1, 1), (5, 5))
 LONGER_KEYS = ((3, 4), (2, 7), (4, 4))
+RAGGED = Case(layout="TND", lengths=UNEVEN)
 MANY = 65536  # tokens, more than any sequence here has
 
 
-def run(problem: Problem, **changes) -> dict[str, list[torch.Tensor]]:
+def fusion_attention(problem: Problem, **changes) -> dict[str, list[torch.Tensor]]:
     """The operator and its gradient on the simulated card, per batch entry and in fp64."""
     import torch_npu
 
     case = problem.case
     arguments = problem.arguments() | changes
-    for name in ("atten_mask", "pse"):
-        if arguments[name] is not None:
-            arguments[name] = arguments[name].npu()
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            arguments[name] = value.npu()
+    operator = torch_npu.npu_fusion_attention
+    if "pse_type" in arguments:
+        operator = torch_npu.npu_fusion_attention_v2
+        arguments |= {name: arguments.pop(name.replace("tok", "tock")) for name in ("pre_tokens", "next_tokens")}
+    sink = None
+    if problem.sink is not None:
+        arguments["sink"] = sink = problem.sink.float().npu().requires_grad_()
     q, k, v = (problem.packed(pieces).npu().requires_grad_() for pieces in (problem.q, problem.k, problem.v))
-    out, high, total = torch_npu.npu_fusion_attention(q, k, v, **arguments)[:3]
+    out, high, total = operator(q, k, v, **arguments)[:3]
     assert out.dtype == case.dtype
     out.backward(problem.packed(problem.dy).npu())
-    return collect(case, out, q.grad, k.grad, v.grad, high, total)
+    found = collect(case, out, q.grad, k.grad, v.grad, high, total)
+    return found if sink is None else found | {"dsink": [sink.grad.cpu().double()]}
 
 
 def collect(case: Case, out, dq, dk, dv, high, total) -> dict[str, list[torch.Tensor]]:
@@ -100,7 +111,7 @@ def sequences() -> list[Case]:
     cases += [replace(case, mode=mode, lengths=empty) for mode in (2, 3)]
     cases += [replace(case, mode=3, lengths=LONGER_KEYS), replace(case, mode=4, pre=2, next=0)]
     cases += [replace(case, mode=6, prefix=(1, 7, 0, 3))]
-    # The example of the documentation: a sequence of 4 queries and 6 keys cut in two, mode 3 before. And 5 x 4 in mode 2.
+    # Sequences cut in two, as in the documentation: 4 queries and 6 keys in mode 3 before, 5 and 4 in mode 2.
     cases += [replace(case, mode=7, pre=6, next=-2, lengths=((3, 3), (2, 6)))]
     cases += [replace(case, mode=7, pre=6, next=-2, lengths=((3, 3), (2, 6), (0, 0)))]
     cases += [replace(case, mode=8, pre=4, next=1, lengths=((3, 4), (5, 5), (4, 4)))]
@@ -115,13 +126,13 @@ def name(case: Case) -> str:
 @pytest.mark.parametrize("case", modes(), ids=name)
 def test_sparse_mode(case: Case, layout: str) -> None:
     problem = Problem.make(replace(case, layout=layout))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("case", sequences(), ids=name)
 def test_sequences(case: Case) -> None:
     problem = Problem.make(case)
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -131,20 +142,57 @@ def test_sequences(case: Case) -> None:
 )
 def test_type_and_heads(case: Case, heads: tuple[int, int], dtype: torch.dtype) -> None:
     problem = Problem.make(replace(case, heads=heads, dtype=dtype))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("layout", DENSE)
 @pytest.mark.parametrize("pse", ["BNSK", "BN1K", "1NSK"])
 def test_pse(layout: str, pse: str) -> None:
     problem = Problem.make(Case(layout=layout, mode=2, lengths=WIDE, pse=pse))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
+
+
+@pytest.mark.parametrize("pse_type", [0, 2, 3])
+def test_pse_type(pse_type: int) -> None:
+    """Added after the scale; types 2 and 3 are made from slopes: -slope * |i + 5 - j - 2|, or its root."""
+    problem = Problem.make(Case(mode=2, pse="BNSK"))
+    problem.pse_after_scale = True
+    changes: dict = {"pse_type": pse_type}
+    if pse_type >= 2:
+        slopes = torch.rand(2, 4, generator=torch.Generator().manual_seed(2))
+        distance = (torch.arange(6).unsqueeze(1) + 5 - torch.arange(6) - 2).abs().double()
+        distance = distance.sqrt() if pse_type == 3 else distance
+        problem.pse = -slopes.double().view(2, 4, 1, 1) * distance
+        changes |= {"pse": slopes, "q_start_idx": [5], "kv_start_idx": [2]}
+    compare(problem, fusion_attention(problem, **changes))
+
+
+def test_pse_of_the_last_1024_rows() -> None:
+    """Numbers that depend on the distance only may be given as the last 1024 rows of the whole."""
+    s = 1100
+    problem = Problem.make(Case(heads=(2, 1), lengths=((s, s),), d=4, e=4, mode=2))
+    distance = (torch.arange(s).unsqueeze(1) - torch.arange(s)).abs()
+    slopes = torch.tensor([0.01, 0.02]).view(1, 2, 1, 1)
+    problem.pse = (-slopes * distance).double()
+    compare(problem, fusion_attention(problem, pse=problem.pse[:, :, -1024:].float()))
+
+
+@pytest.mark.parametrize("case", [Case(mode=3, lengths=WIDE), Case(layout="TND", mode=3, lengths=UNEVEN)], ids=name)
+def test_sink(case: Case) -> None:
+    problem = Problem.make(case)
+    problem.sink = torch.randn(4, generator=torch.Generator().manual_seed(4)).double()
+    compare(problem, fusion_attention(problem))
+
+
+def test_softmax_numbers_in_the_layout_of_the_query() -> None:
+    problem = Problem.make(replace(RAGGED, mode=3, extra={"softmax_layout": "TND"}))
+    compare(problem, fusion_attention(problem))
 
 
 def test_long_sequences_go_block_by_block() -> None:
     """4200 keys: 998 rows of one pair of heads make the 4 Mi scores that are worked on at a time."""
     problem = Problem.make(Case(heads=(4, 2), lengths=((1500, 4200),), d=4, e=4, mode=1, holes=0.3))
-    compare(problem, run(problem))
+    compare(problem, fusion_attention(problem))
 
 
 @pytest.mark.parametrize("layout", (*DENSE, "TND"))
@@ -156,14 +204,14 @@ def test_dropout_is_the_same_in_the_gradient(layout: str) -> None:
     problem = Problem.make(case)
     flat = replace_inputs(problem)
     torch_npu.npu.manual_seed(11)
-    shown = [piece * 16 for piece in run(flat)["out"]]
+    shown = [piece * 16 for piece in fusion_attention(flat)["out"]]
     for piece in shown:
         share = piece.ne(0).double().mean().item()  # of 768: one standard deviation is 0.016
         assert 0.67 < share < 0.83
         torch.testing.assert_close(piece[piece != 0], torch.full_like(piece[piece != 0], 1 / 0.75))
     assert not torch.equal(shown[0], shown[1])
     torch_npu.npu.manual_seed(11)
-    compare(problem, run(problem), shown)
+    compare(problem, fusion_attention(problem), shown)
 
 
 def replace_inputs(problem: Problem) -> Problem:
@@ -180,7 +228,7 @@ def test_dropout_follows_the_seed(seeds: tuple[int, int]) -> None:
     results = []
     for seed in seeds:
         torch_npu.npu.manual_seed(seed)
-        results.append(run(problem)["out"][0])
+        results.append(fusion_attention(problem)["out"][0])
     assert torch.equal(*results) == (seeds[0] == seeds[1])
 
 
@@ -228,7 +276,6 @@ def test_gradient_uses_the_softmax_numbers_it_is_given() -> None:
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 ROUND = Case()
-RAGGED = Case(layout="TND", lengths=UNEVEN)
 
 # case, arguments instead of its own (a function makes them from the problem), what the message must say
 WRONG: list[tuple[str, Case, dict, str]] = [
@@ -238,10 +285,20 @@ WRONG: list[tuple[str, Case, dict, str]] = [
     ("width", replace(ROUND, d=776, e=8), {}, r"D of query is 776; it must be in \[1, 768\]"),
     ("value", replace(ROUND, d=8, e=16), {}, "D of value is 16; it must not be more than D of key, 8"),
     ("square mask", replace(ROUND, mode=1), {"atten_mask": TRIANGLE[:6, :7]}, r"attenMask has shape \[6, 7\]"),
-    ("compressed", replace(ROUND, mode=2), {"atten_mask": TRIANGLE[:6, :6]}, r"a compressed mask has shape \[2048, 2048\]"),
+    (
+        "compressed",
+        replace(ROUND, mode=2),
+        {"atten_mask": TRIANGLE[:6, :6]},
+        r"a compressed mask has shape \[2048, 2048\]",
+    ),
     ("mode 6", replace(ROUND, mode=6, prefix=(1, 1)), {"atten_mask": TRIANGLE}, r"has shape \[3072, 2048\]"),
     ("mask type", replace(ROUND, mode=2), {"atten_mask": TRIANGLE.float()}, "type of attenMask is Float"),
-    ("tokens", replace(ROUND, mode=4, pre=2, next=-3), {}, r"preTokens is 2, nextTokens -3; .* preTokens \+ nextTokens >= 0"),
+    (
+        "tokens",
+        replace(ROUND, mode=4, pre=2, next=-3),
+        {},
+        r"preTokens is 2, nextTokens -3; .* preTokens \+ nextTokens >= 0",
+    ),
     ("outside", replace(ROUND, mode=4, next=-6), {}, "the band lies outside"),
     ("no prefix", replace(ROUND, mode=6, prefix=(1, 1)), {"prefix": None}, "prefix has 0 entries; .* B = 2"),
     ("prefix", replace(ROUND, mode=6, prefix=(1, 7)), {}, r"prefix\[1\] is 7; .* it must be in \[0, 6\]"),
@@ -249,11 +306,26 @@ WRONG: list[tuple[str, Case, dict, str]] = [
     ("inner precise", ROUND, {"inner_precise": 3}, "innerPrecise is 3; it must be 0, 1 or 2"),
     ("pse", replace(ROUND, pse="BNSK"), {"pse": torch.zeros(2, 4, 6, 5)}, r"pse has shape \[2, 4, 6, 5\]"),
     ("pse type", replace(ROUND, pse="BNSK"), {"pse": torch.zeros(2, 4, 6, 6).half()}, "type of pse is Half"),
-    ("decreasing", RAGGED, {"actual_seq_qlen": [3, 2, 11, 16]}, r"actualSeqQLen is \[3, 2, 11, 16\]; .*must not decrease"),
+    (
+        "decreasing",
+        RAGGED,
+        {"actual_seq_qlen": [3, 2, 11, 16]},
+        r"actualSeqQLen is \[3, 2, 11, 16\]; .*must not decrease",
+    ),
     ("too long", RAGGED, {"actual_seq_kvlen": [3, 10, 11, 17]}, "actualSeqKvLen ends at 17; key has only T = 16"),
     ("mode 3", replace(RAGGED, mode=3, lengths=((5, 3), (2, 2))), {}, "sequence 0 has Sq = 5, Skv = 3; .*Sq <= Skv"),
-    ("mode 7", replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=5, next=-2), {}, "sparseMode 7 needs preTokens >= Skv"),
-    ("mode 7 next", replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=6, next=1), {}, "Sq - Skv <= nextTokens <= 0"),
+    (
+        "mode 7",
+        replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=5, next=-2),
+        {},
+        "sparseMode 7 needs preTokens >= Skv",
+    ),
+    (
+        "mode 7 next",
+        replace(RAGGED, mode=7, lengths=((3, 3), (2, 6)), pre=6, next=1),
+        {},
+        "Sq - Skv <= nextTokens <= 0",
+    ),
     ("mode 8", replace(RAGGED, mode=8, lengths=((3, 6), (2, 2)), pre=6, next=-4), {}, "nextTokens >= Sq - Skv"),
     ("blind row", replace(RAGGED, mode=4, lengths=((5, 3),), pre=1, next=0), {}, "hides all of row 0 of sequence 0"),
 ]
@@ -263,7 +335,7 @@ WRONG: list[tuple[str, Case, dict, str]] = [
 def test_wrong_argument(case: Case, changes: dict, message: str) -> None:
     problem = Problem.make(case)
     with pytest.raises(RuntimeError, match=message):
-        run(problem, **changes)
+        fusion_attention(problem, **changes)
         torch.npu.synchronize()
 
 
@@ -278,12 +350,22 @@ def test_types_must_be_equal() -> None:
 def test_without_a_mask_mode_and_tokens_mean_nothing() -> None:
     problem = Problem.make(ROUND)
     changes = {"sparse_mode": 4, "pre_tockens": 1, "next_tockens": -5}
-    compare(problem, run(problem, **changes))
+    compare(problem, fusion_attention(problem, **changes))
 
 
 WRONG_CONTENT = {
-    "triangle": ("torch.ones(2048, 2048).tril().bool()", 2, {}, "attenMask differs from the upper triangle in sparseMode 2"),
-    "diagonal": ("torch.ones(2048, 2048).triu(0).bool()", 3, {}, "attenMask differs from the upper triangle in sparseMode 3"),
+    "triangle": (
+        "torch.ones(2048, 2048).tril().bool()",
+        2,
+        {},
+        "attenMask differs from the upper triangle in sparseMode 2",
+    ),
+    "diagonal": (
+        "torch.ones(2048, 2048).triu(0).bool()",
+        3,
+        {},
+        "attenMask differs from the upper triangle in sparseMode 3",
+    ),
     "prefix block": (
         "torch.cat([torch.ones(2048, 2048).triu(1), torch.ones(1024, 2048)]).bool()",
         6,
@@ -295,7 +377,7 @@ WRONG_CONTENT = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_CONTENT)
-def test_wrong_contents_of_a_mask(wrong: str) -> None:
+def test_wrong_contents_of_a_mask(wrong: str, run: Run) -> None:
     """Known only when the operator runs. That error stays with the process, so it gets one of its own."""
     mask, mode, arguments, message = WRONG_CONTENT[wrong]
     program = f"""
@@ -304,8 +386,6 @@ def test_wrong_contents_of_a_mask(wrong: str) -> None:
         torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", atten_mask={mask}.npu(), sparse_mode={mode}, **{arguments})
         torch.npu.synchronize()
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300, check=False
-    )
+    result = run(program)
     assert result.returncode != 0
     assert message in result.stderr

@@ -113,9 +113,16 @@ MISTAKES = {
     ),
     "an event destroyed while pending": (
         "event destroyed while pending",
-        "launch(one, write=(a, 8))\nrecord(event, one)\n{}\ncall('aclrtDestroyEvent', event)",
-        "call('aclrtSynchronizeEvent', event)",
+        "old = c_void_p()\ncall('aclrtCreateEvent', byref(old))\n"
+        "launch(one, write=(a, 8))\nrecord(old, one)\n{}\ncall('aclrtDestroyEvent', old)",
+        "call('aclrtSynchronizeEvent', old)",
         ["stream 0"],
+    ),
+    "a wait for an event that is gone": (
+        "use of a destroyed event",
+        "record(event, one)\n{}\nwait(two, event)\ncall('aclrtDestroyEvent', event) if not early else None",
+        "early = False",
+        ["aclrtStreamWaitEvent"],
     ),
     "a stream destroyed while busy": (
         "stream destroyed while busy",
@@ -126,6 +133,7 @@ MISTAKES = {
 }
 # What stands where the missing line would be.
 INSTEAD = {
+    "a wait for an event that is gone": "early = True; call('aclrtDestroyEvent', event)",
     "a wait before the record": "wait(two, event); early = True",
     "a use after free": "free(a)",
     "an access beyond the end": "bytes = 97",

@@ -21,8 +21,8 @@ HEADERS = {
     "hccl.h": ["hccl/hccl.h"],
     "profiling.h": ["profiling/aprof_pub.h", "torch_npu/csrc/inductor/mlir/hacl_rt.h"],
 }
-# Declared for what calls it by another way than the wheel's C headers.
-NOT_IN_THE_WHEEL: dict[str, set[str]] = {}
+# The wheel has one field without names for these.
+NOT_IN_THE_WHEEL = {"hccl.h": {f"HcclCommConfig.{field}" for field in ("size", "magic", "version", "reserved")}}
 
 PROGRAM = r"""
 @INCLUDES@

@@ -205,7 +205,7 @@ def test_a_wait_refers_to_the_record_submitted_before_it(run_well: Run) -> None:
         START
         + """
 first, second = create_stream(), create_stream()
-gates, order = [threading.Event() for _ in range(2)], []
+gates, order = [threading.Event() for _ in range(3)], []
 event = create_event()
 
 # Nothing recorded yet: the wait is none, although a record follows.
@@ -234,8 +234,18 @@ assert order[-1] == "after the second record" and query_event(event)
 call("aclrtSynchronizeEvent", event)
 call("aclrtResetEvent", event, first)
 assert not query_event(event)
+
+# Destroyed while it is pending: the wait still holds.
+host_function(first, gates[2].wait)
+record(event, first)
+wait(second, event)
 call("aclrtDestroyEvent", event)
-fails(107000, lambda: record(event, first))
+host_function(second, lambda: order.append("after the last record"))
+fails(SYNC_TIMEOUT, lambda: synchronize(second, 50))
+gates[2].set()
+synchronize(second)
+assert order[-1] == "after the last record"
+fails(107000, lambda: record(c_void_p(1), first))
 """
     )
 
