@@ -16,6 +16,9 @@ TABLE = ROOT / "simulator" / "opapi" / "aclnn_signatures.tsv"
 OTHER_SOURCES = {
     # The table repeats MedianDim's arguments here; torch_npu calls it with a tensor and an output.
     "aclnnMedian": "T T",
+    # The published descriptions of these two operators.
+    "aclnnMoeInitRouting": "T T T i64 T T T",
+    "aclnnMoeGatingTopKSoftmax": "T T i64 T T T",
 }
 
 
