@@ -83,10 +83,7 @@ struct HcclRootInfo {
 };
 
 struct HcclCommConfig {
-  uint64_t size;  // these four are one opaque field of 24 bytes in the library's own header
-  uint32_t magic;
-  uint32_t version;
-  uint64_t reserved;
+  char reserved[24];        // the size of the structure (8 bytes), a magic word (4), a version (4), 8 unused bytes
   uint32_t hcclBufferSize;  // MB; 0xffffffff: not set
   uint32_t hcclDeterministic;
   char hcclCommName[128];

@@ -13,6 +13,7 @@
 #include "hccl/settings.h"
 #include "runtime/card_memory.h"
 #include "runtime/checks.h"
+#include "runtime/statistics.h"
 
 namespace sim::hccl {
 namespace {
@@ -38,7 +39,9 @@ std::string seconds_text(long seconds) { return std::to_string(seconds) + " s"; 
 std::shared_ptr<Communicator> Communicator::join(const std::string& socket_name, Introduction self,
                                                  const HcclCommConfig* config, bool may_be_early) {
   if (config != nullptr) {
-    if (config->magic != 0xf0f0f0f0) {
+    std::uint32_t magic;
+    std::memcpy(&magic, config->reserved + 8, sizeof(magic));
+    if (magic != 0xf0f0f0f0) {
       throw Error(HCCL_E_PARA, "the HcclCommConfig was not prepared with HcclCommConfigInit: wrong magic word");
     }
     std::memcpy(self.name, config->hcclCommName, sizeof(self.name));
@@ -75,7 +78,10 @@ Communicator::Communicator(Group group, const std::string& socket_name, const In
 }
 
 Communicator::~Communicator() {
-  for (void* buffer : buffers_) aclrtFree(buffer);
+  for (void* buffer : buffers_) {
+    aclrtFree(buffer);
+    sim::count_communicator_buffers(card_, -static_cast<std::ptrdiff_t>(buffer_bytes_));
+  }
 }
 
 // A real communicator has two buffers on the card. Here they only count: their pages are given back at once.
@@ -90,6 +96,8 @@ void Communicator::reserve_buffers(const HcclCommConfig* config) {
                                   std::to_string(megabytes) + " MB (HCCL_BUFFSIZE, hcclBufferSize)");
     }
     buffers_.push_back(buffer);
+    buffer_bytes_ = bytes;
+    sim::count_communicator_buffers(card_, static_cast<std::ptrdiff_t>(bytes));
     fallocate(sim::card_memory(card_).fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
               static_cast<off_t>(offset_of(buffer)), static_cast<off_t>(bytes));
   }

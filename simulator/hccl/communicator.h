@@ -97,6 +97,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::mutex submitting_;
   char order_token_ = 0;  // every operation "writes" it: the race detector then sees operations without an order
   std::vector<void*> buffers_;
+  std::size_t buffer_bytes_ = 0;  // of each
 
   std::mutex failing_;
   std::atomic<HcclResult> failure_{HCCL_SUCCESS};

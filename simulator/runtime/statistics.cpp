@@ -1,5 +1,7 @@
 #include "runtime/statistics.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -18,6 +20,12 @@ struct Count {
   std::uint64_t bytes = 0;
 };
 
+// A part of the memory in use.
+struct CommunicatorBuffers {
+  std::ptrdiff_t current = 0;
+  std::ptrdiff_t peak = 0;
+};
+
 using Counts = std::map<std::string, Count>;
 
 struct Counters {
@@ -26,6 +34,7 @@ struct Counters {
   Counts copies;
   Counts collectives;
   Counts violations;
+  std::map<int, CommunicatorBuffers> communicator_buffers;  // per card
 };
 
 void add(Counts Counters::* which, const std::string& name, std::uint64_t calls, std::uint64_t bytes) {
@@ -66,13 +75,20 @@ std::string numbers(const Counts& counts) {
 }
 
 std::string memory() {
+  std::map<int, CommunicatorBuffers> communicators;
+  {
+    auto& counters = immortal<Counters>();
+    std::scoped_lock lock(counters.mutex);
+    communicators = counters.communicator_buffers;
+  }
   std::string text;
   for (int card = 0; card < settings().cards; ++card) {
     const CardUsage usage = card_usage_if_used(card);
     if (usage.capacity == 0) continue;
     if (!text.empty()) text += ", ";
     text += quoted(std::to_string(card)) + ": {\"current_bytes\": " + std::to_string(usage.current) +
-            ", \"peak_bytes\": " + std::to_string(usage.peak) + "}";
+            ", \"peak_bytes\": " + std::to_string(usage.peak) +
+            ", \"communicator_peak_bytes\": " + std::to_string(communicators[card].peak) + "}";
   }
   return "{" + text + "}";
 }
@@ -94,6 +110,13 @@ void count_bytes_written(const std::string& operator_name, std::size_t bytes) {
 void count_copy(const char* direction, std::size_t bytes) { add(&Counters::copies, direction, 1, bytes); }
 void count_collective(const std::string& name, std::size_t bytes_sent) {
   add(&Counters::collectives, name, 1, bytes_sent);
+}
+void count_communicator_buffers(int card, std::ptrdiff_t bytes) {
+  auto& counters = immortal<Counters>();
+  std::scoped_lock lock(counters.mutex);
+  CommunicatorBuffers& buffers = counters.communicator_buffers[card];
+  buffers.current += bytes;
+  buffers.peak = std::max(buffers.peak, buffers.current);
 }
 void count_violation(const std::string& kind) { add(&Counters::violations, kind, 1, 0); }
 

@@ -9,7 +9,9 @@
 namespace sim {
 
 void count_launch(const std::string& operator_name);
-void count_copy(const char* direction, std::size_t bytes);               // "h2d", "d2h", "d2d", "h2h"
+void count_copy(const char* direction, std::size_t bytes);  // "h2d", "d2h", "d2d", "h2h"
+// What communicators take of the memory in use, more (or less) than before.
+void count_communicator_buffers(int card, std::ptrdiff_t bytes);
 void count_collective(const std::string& name, std::size_t bytes_sent);  // to other ranks, by this one
 
 }  // namespace sim

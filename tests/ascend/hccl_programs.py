@@ -289,6 +289,27 @@ def streams() -> None:
     comm.destroy()
 
 
+def two_communicators() -> None:
+    """Collectives of two communicators at the same time, whose order differs between the ranks."""
+    card = Card()
+    first, second = Communicator.world(card), Communicator.world(card, name="second")
+    other = card.new_stream()
+    x, y = card.array(np.full(3000, RANK, np.float32)), card.array(np.full(3000, RANK, np.float32))
+    gathered = card.empty(3000 * RANKS, np.float32)
+    for turn in range(40):
+        if (turn + RANK) % 2:
+            first.call("HcclAllReduce", x, x, 3000, FP32, MAX)
+        second.call("HcclAllGather", y, gathered, 3000, FP32, stream=other)
+        if not (turn + RANK) % 2:
+            first.call("HcclAllReduce", x, x, 3000, FP32, MAX)
+    card.synchronize()
+    card.synchronize(other)
+    equal(x, np.full(3000, RANKS - 1, np.float32), "reduced")
+    equal(gathered, np.arange(RANKS, dtype=np.float32).repeat(3000), "gathered")
+    first.destroy()
+    second.destroy()
+
+
 def unordered_streams() -> None:
     card = Card()
     comm = Communicator.world(card)

@@ -1,4 +1,4 @@
-"""What the ranks of test_torch_distributed run: torch.distributed over the simulated HCCL, against the same on the CPU."""
+"""What the ranks of test_torch_distributed run: torch.distributed over the simulated HCCL."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch_npu  # noqa: F401  registers the device and the backend
 
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-torch.npu.set_device(rank)
+card = int(os.environ["LOCAL_RANK"])
+torch.npu.set_device(card)
 store = dist.FileStore(sys.argv[1], ranks)
 dist.init_process_group("hccl", store=store, rank=rank, world_size=ranks)
-device = torch.device("npu", rank)
+device = torch.device("npu", card)
 
 
 def part(r: int, count: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:

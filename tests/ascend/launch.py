@@ -28,8 +28,9 @@ class Result:
 def run_ranks(
     command: list[str], ranks: int, timeout: float = 60, python: str = sys.executable, fail: bool = True, **more: str
 ) -> list[Result]:
-    """Starts `python command` once per rank, and waits for all. What still runs at the timeout is killed.
+    """Starts `python command` once per rank, with its number for "{rank}", and waits for all.
 
+    What still runs at the timeout is killed.
     With `fail`, a rank that does not end with 0 fails the test, and all outputs are shown.
     """
     folder = find_simulator()
@@ -40,7 +41,7 @@ def run_ranks(
         )
         processes.append(
             subprocess.Popen(
-                [python, *command],
+                [python, *(part.replace("{rank}", str(rank)) for part in command)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -41,13 +42,17 @@ def test_subgroups(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("program", ["moves", "point_to_point", "streams"])
+@pytest.mark.parametrize("program", ["moves", "point_to_point", "streams", "two_communicators"])
 def test_random_delays(tmp_path, program, seed):
     run(tmp_path, 3, program, TT_SIM_DELAY=str(seed), timeout=120)
 
 
 def test_operations_of_two_streams_run_in_their_order(tmp_path):
     run(tmp_path, 4, "streams")
+
+
+def test_two_communicators_at_the_same_time(tmp_path):
+    run(tmp_path, 4, "two_communicators")
 
 
 def test_operations_of_two_streams_without_an_order_are_reported(tmp_path):
@@ -162,7 +167,9 @@ def test_bytes_sent(tmp_path):
     run(tmp_path, ranks, "statistics", TT_SIM_STATS=str(tmp_path / "stats-%r.json"))
     item = 4
     for rank in range(ranks):
-        counted = json.loads((tmp_path / f"stats-{rank}.json").read_text())["collectives"]
+        written = json.loads((tmp_path / f"stats-{rank}.json").read_text())
+        counted = written["collectives"]
+        assert written["memory"][str(rank)]["communicator_peak_bytes"] == 2 << 20  # HCCL_BUFFSIZE=1, two buffers
         root = rank == 0
         expected = {
             "HcclAllGather": 10 * item * (ranks - 1),
@@ -178,13 +185,33 @@ def test_bytes_sent(tmp_path):
         assert all(entry["calls"] == 1 for entry in counted.values())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("queue", ["1", "2"])
-def test_torch_distributed(tmp_path, ranks, queue):
-    run_ranks(
-        [str(Path(__file__).with_name("hccl_torch.py")), str(tmp_path / "store")],
-        ranks,
-        timeout=300,
-        python=NPU_PYTHON,
-        TASK_QUEUE_ENABLE=queue,
+TORCH_PROGRAM = str(Path(__file__).with_name("hccl_torch.py"))
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [(2, {"TASK_QUEUE_ENABLE": "0"}), (2, {"TASK_QUEUE_ENABLE": "2"}), (4, {}), (3, {"TT_SIM_DELAY": "5"})],
+)
+def test_torch_distributed(tmp_path, ranks, settings):
+    run_ranks([TORCH_PROGRAM, str(tmp_path / "store")], ranks, timeout=300, python=NPU_PYTHON, **settings)
+
+
+def test_two_machines(tmp_path):
+    """Two launchers on this host: each has cards 0 and 1, and nothing may go by the number of the card."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    launch += [f"--master-port={port}", "--node-rank={rank}", TORCH_PROGRAM, str(tmp_path / "store")]
+    run_ranks(launch, 2, timeout=300, python=NPU_PYTHON)
+
+
+def test_torch_ends_when_a_peer_dies(tmp_path):
+    results = run_ranks(
+        [TORCH_PROGRAM, str(tmp_path / "store")], 3, 120, NPU_PYTHON, fail=False, TT_SIM_FAULT="peer_death:20:rank1"
     )
+    assert results[1].returncode == -9, report(results)
+    for rank in (0, 2):
+        assert results[rank].returncode not in (0, -9), report(results)
+        assert "rank 1, which died" in results[rank].output or "rank 1 died" in results[rank].output, report(results)
+        assert results[rank].seconds < results[1].seconds + 15, report(results)

@@ -1,0 +1,1 @@
+// torch_npu looks HcclGroupStart and HcclGroupEnd up here: the library has libhccl as a dependency.
