@@ -4,32 +4,32 @@
 namespace sim::opapi {
 
 #define SIM_BINARY(Name, function) \
-  SIM_CHECKED_OPERATOR(Name, In self, In other, Out out) { out.set(at::function(self, other)); }
+  SIM_POINTWISE_OPERATOR(Name, In self, In other, Out out) { out.set(at::function(self, other)); }
 #define SIM_INPLACE_BINARY(Name, function) \
-  SIM_CHECKED_OPERATOR(Inplace##Name, InOut self, In other) { self.set(at::function(self, other)); }
+  SIM_POINTWISE_OPERATOR(Inplace##Name, InOut self, In other) { self.set(at::function(self, other)); }
 #define SIM_SCALAR(Name, function) \
-  SIM_CHECKED_OPERATOR(Name, In self, Scalar other, Out out) { out.set(at::function(self, other)); }
+  SIM_POINTWISE_OPERATOR(Name, In self, Scalar other, Out out) { out.set(at::function(self, other)); }
 #define SIM_INPLACE_SCALAR(Name, function) \
-  SIM_CHECKED_OPERATOR(Inplace##Name, InOut self, Scalar other) { self.set(at::function(self, other)); }
+  SIM_POINTWISE_OPERATOR(Inplace##Name, InOut self, Scalar other) { self.set(at::function(self, other)); }
 #define SIM_TENSOR_AND_SCALAR(Name, function) \
   SIM_BINARY(Name##Tensor, function)          \
   SIM_INPLACE_BINARY(Name##Tensor, function)  \
   SIM_SCALAR(Name##Scalar, function)          \
   SIM_INPLACE_SCALAR(Name##Scalar, function)
 
-SIM_CHECKED_OPERATOR(Add, In self, In other, Scalar alpha, Out out) { out.set(at::add(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(InplaceAdd, InOut self, In other, Scalar alpha) { self.set(at::add(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(Adds, In self, Scalar other, Scalar alpha, Out out) { out.set(at::add(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(InplaceAdds, InOut self, Scalar other, Scalar alpha) { self.set(at::add(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(AddV3, Scalar self, In other, Scalar alpha, Out out) {
+SIM_POINTWISE_OPERATOR(Add, In self, In other, Scalar alpha, Out out) { out.set(at::add(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(InplaceAdd, InOut self, In other, Scalar alpha) { self.set(at::add(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(Adds, In self, Scalar other, Scalar alpha, Out out) { out.set(at::add(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(InplaceAdds, InOut self, Scalar other, Scalar alpha) { self.set(at::add(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(AddV3, Scalar self, In other, Scalar alpha, Out out) {
   out.set(at::add(at::mul(other, alpha), self));
 }
-SIM_CHECKED_OPERATOR(Sub, In self, In other, Scalar alpha, Out out) { out.set(at::sub(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(InplaceSub, InOut self, In other, Scalar alpha) { self.set(at::sub(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(Subs, In self, Scalar other, Scalar alpha, Out out) { out.set(at::sub(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(InplaceSubs, InOut self, Scalar other, Scalar alpha) { self.set(at::sub(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(Rsub, In self, In other, Scalar alpha, Out out) { out.set(at::rsub(self, other, alpha)); }
-SIM_CHECKED_OPERATOR(Rsubs, In self, Scalar other, Scalar alpha, Out out) { out.set(at::rsub(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(Sub, In self, In other, Scalar alpha, Out out) { out.set(at::sub(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(InplaceSub, InOut self, In other, Scalar alpha) { self.set(at::sub(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(Subs, In self, Scalar other, Scalar alpha, Out out) { out.set(at::sub(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(InplaceSubs, InOut self, Scalar other, Scalar alpha) { self.set(at::sub(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(Rsub, In self, In other, Scalar alpha, Out out) { out.set(at::rsub(self, other, alpha)); }
+SIM_POINTWISE_OPERATOR(Rsubs, In self, Scalar other, Scalar alpha, Out out) { out.set(at::rsub(self, other, alpha)); }
 
 SIM_BINARY(Mul, mul)
 SIM_INPLACE_BINARY(Mul, mul)
@@ -55,16 +55,16 @@ std::optional<std::string_view> rounding(int32_t mode) {
 
 }  // namespace
 
-SIM_CHECKED_OPERATOR(DivMod, In self, In other, int32_t mode, Out out) {
+SIM_POINTWISE_OPERATOR(DivMod, In self, In other, int32_t mode, Out out) {
   out.set(at::div(self, other, rounding(mode)));
 }
-SIM_CHECKED_OPERATOR(InplaceDivMod, InOut self, In other, int32_t mode) {
+SIM_POINTWISE_OPERATOR(InplaceDivMod, InOut self, In other, int32_t mode) {
   self.set(at::div(self, other, rounding(mode)));
 }
-SIM_CHECKED_OPERATOR(DivMods, In self, Scalar other, int32_t mode, Out out) {
+SIM_POINTWISE_OPERATOR(DivMods, In self, Scalar other, int32_t mode, Out out) {
   out.set(at::div(self, other, rounding(mode)));
 }
-SIM_CHECKED_OPERATOR(InplaceDivMods, InOut self, Scalar other, int32_t mode) {
+SIM_POINTWISE_OPERATOR(InplaceDivMods, InOut self, Scalar other, int32_t mode) {
   self.set(at::div(self, other, rounding(mode)));
 }
 
@@ -83,12 +83,12 @@ SIM_BINARY(RemainderTensorTensor, remainder)
 SIM_INPLACE_BINARY(RemainderTensorTensor, remainder)
 SIM_SCALAR(RemainderTensorScalar, remainder)
 SIM_INPLACE_SCALAR(RemainderTensorScalar, remainder)
-SIM_CHECKED_OPERATOR(RemainderScalarTensor, Scalar self, In other, Out out) { out.set(at::remainder(self, other)); }
+SIM_POINTWISE_OPERATOR(RemainderScalarTensor, Scalar self, In other, Out out) { out.set(at::remainder(self, other)); }
 SIM_BINARY(PowTensorTensor, pow)
 SIM_INPLACE_BINARY(PowTensorTensor, pow)
 SIM_SCALAR(PowTensorScalar, pow)
 SIM_INPLACE_SCALAR(PowTensorScalar, pow)
-SIM_CHECKED_OPERATOR(PowScalarTensor, Scalar self, In exponent, Out out) { out.set(at::pow(self, exponent)); }
+SIM_POINTWISE_OPERATOR(PowScalarTensor, Scalar self, In exponent, Out out) { out.set(at::pow(self, exponent)); }
 
 SIM_BINARY(Maximum, maximum)
 SIM_BINARY(Minimum, minimum)
@@ -107,7 +107,7 @@ SIM_BINARY(Gcd, gcd)
 SIM_BINARY(XLogYTensor, xlogy)
 SIM_SCALAR(XLogYScalarOther, xlogy)
 SIM_INPLACE_SCALAR(XLogYScalarOther, xlogy)
-SIM_CHECKED_OPERATOR(XLogYScalarSelf, Scalar self, In other, Out out) { out.set(at::xlogy(self, other)); }
+SIM_POINTWISE_OPERATOR(XLogYScalarSelf, Scalar self, In other, Out out) { out.set(at::xlogy(self, other)); }
 SIM_BINARY(Complex, complex)
 SIM_BINARY(Polar, polar)
 
@@ -117,14 +117,18 @@ SIM_OPERATOR(IsClose, In self, In other, double rtol, double atol, bool equal_na
   out.set(at::isclose(self, other, rtol, atol, equal_nan));
 }
 
-SIM_CHECKED_OPERATOR(Lerp, In self, In end, In weight, Out out) { out.set(at::lerp(self, end, weight)); }
-SIM_CHECKED_OPERATOR(InplaceLerp, InOut self, In end, In weight) { self.set(at::lerp(self, end, weight)); }
-SIM_CHECKED_OPERATOR(Lerps, In self, In end, Scalar weight, Out out) { out.set(at::lerp(self, end, weight)); }
-SIM_CHECKED_OPERATOR(InplaceLerps, InOut self, In end, Scalar weight) { self.set(at::lerp(self, end, weight)); }
-SIM_CHECKED_OPERATOR(Addcdiv, In self, In a, In b, Scalar value, Out out) { out.set(at::addcdiv(self, a, b, value)); }
-SIM_CHECKED_OPERATOR(InplaceAddcdiv, InOut self, In a, In b, Scalar value) { self.set(at::addcdiv(self, a, b, value)); }
-SIM_CHECKED_OPERATOR(Addcmul, In self, In a, In b, Scalar value, Out out) { out.set(at::addcmul(self, a, b, value)); }
-SIM_CHECKED_OPERATOR(InplaceAddcmul, InOut self, In a, In b, Scalar value) { self.set(at::addcmul(self, a, b, value)); }
-SIM_CHECKED_OPERATOR(SWhere, In condition, In self, In other, Out out) { out.set(at::where(condition, self, other)); }
+SIM_POINTWISE_OPERATOR(Lerp, In self, In end, In weight, Out out) { out.set(at::lerp(self, end, weight)); }
+SIM_POINTWISE_OPERATOR(InplaceLerp, InOut self, In end, In weight) { self.set(at::lerp(self, end, weight)); }
+SIM_POINTWISE_OPERATOR(Lerps, In self, In end, Scalar weight, Out out) { out.set(at::lerp(self, end, weight)); }
+SIM_POINTWISE_OPERATOR(InplaceLerps, InOut self, In end, Scalar weight) { self.set(at::lerp(self, end, weight)); }
+SIM_POINTWISE_OPERATOR(Addcdiv, In self, In a, In b, Scalar value, Out out) { out.set(at::addcdiv(self, a, b, value)); }
+SIM_POINTWISE_OPERATOR(InplaceAddcdiv, InOut self, In a, In b, Scalar value) {
+  self.set(at::addcdiv(self, a, b, value));
+}
+SIM_POINTWISE_OPERATOR(Addcmul, In self, In a, In b, Scalar value, Out out) { out.set(at::addcmul(self, a, b, value)); }
+SIM_POINTWISE_OPERATOR(InplaceAddcmul, InOut self, In a, In b, Scalar value) {
+  self.set(at::addcmul(self, a, b, value));
+}
+SIM_POINTWISE_OPERATOR(SWhere, In condition, In self, In other, Out out) { out.set(at::where(condition, self, other)); }
 
 }  // namespace sim::opapi

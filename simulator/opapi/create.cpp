@@ -3,12 +3,10 @@
 
 namespace sim::opapi {
 
-SIM_CHECKED_OPERATOR(InplaceFillScalar, InOut self, Scalar value) {
-  if (!checking()) self.fill_(value);
-}
-SIM_CHECKED_OPERATOR(InplaceFillTensor, InOut self, In value) {
+SIM_OPERATOR(InplaceFillScalar, InOut self, Scalar value) { self.fill_(value); }
+SIM_OPERATOR(InplaceFillTensor, InOut self, In value) {
   require(value.numel() == 1, "the value must have one element");
-  if (!checking()) self.fill_(value.reshape({}));
+  self.fill_(value.reshape({}));
 }
 SIM_OPERATOR(InplaceZero, InOut self) { self.zero_(); }
 SIM_OPERATOR(InplaceOne, InOut self) { self.fill_(1); }

@@ -1,7 +1,6 @@
 #include "opapi/handles.h"
 
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/EmptyTensor.h>
 
 #include <cstring>
 #include <exception>
@@ -58,13 +57,13 @@ at::ScalarType scalar_type(aclDataType type) {
   }
 }
 
-View::View(const aclTensor* tensor)
+View::View(const aclTensor* tensor, Role role)
     : sizes(tensor->sizes),
       strides(tensor->strides),
       type(scalar_type(tensor->type)),
       address(tensor->data),
       handle(const_cast<aclTensor*>(tensor)),
-      present(true) {
+      role(role) {
   const int64_t element = static_cast<int64_t>(c10::elementSize(type));
   address += tensor->offset * element;
   int64_t storage = 1;
@@ -88,7 +87,8 @@ int64_t View::numel() const {
   return count;
 }
 
-Access View::access(bool writes) const {
+Access View::access() const {
+  const bool writes = role != Role::kRead;
   if (numel() == 0) return {address, 0, writes};
   int64_t elements = 1;
   for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
@@ -102,7 +102,7 @@ std::string View::describe() const {
 }
 
 at::Tensor View::tensor() const {
-  if (checking()) return at::empty_strided(sizes, strides, at::TensorOptions(type).device(at::kMeta));
+  if (checking()) return at::detail::empty_strided_meta(sizes, strides, type);
   return at::from_blob(kernel_address(address), sizes, strides, at::TensorOptions(type));
 }
 

@@ -48,6 +48,8 @@ namespace sim::opapi {
 // torch's name of a type; throws for one that torch does not have.
 at::ScalarType scalar_type(aclDataType type);
 
+enum class Role { kAbsent, kRead, kWritten, kUpdated };  // updated: read and written
+
 // A tensor argument of a call.
 struct View {
   std::vector<int64_t> sizes;
@@ -55,14 +57,15 @@ struct View {
   at::ScalarType type = at::kFloat;
   char* address = nullptr;      // of the first element, as the program knows it
   aclTensor* handle = nullptr;  // only to be used while the second phase runs
-  bool present = false;
+  Role role = Role::kAbsent;
 
   View() = default;
-  explicit View(const aclTensor* tensor);  // throws when the handle makes no sense
+  View(const aclTensor* tensor, Role role);  // throws when the handle makes no sense
 
   int64_t numel() const;
-  Access access(bool writes) const;  // the bytes from the first to the last element
-  std::string describe() const;      // "float32 [2, 3]"
+  bool present() const { return role != Role::kAbsent; }
+  Access access() const;         // the bytes from the first to the last element
+  std::string describe() const;  // "float32 [2, 3]"
 
   // The memory that the view means, for a kernel; without data while arguments are checked, see operator.h.
   at::Tensor tensor() const;

@@ -5,9 +5,16 @@ namespace sim::opapi {
 
 namespace {
 
-at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
+at::Tensor product(const at::Tensor& a, const at::Tensor& b) { return at::matmul(wide(a), wide(b)); }
+
+// What the first phase finds wrong with a product of matrices.
+void check_factors(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
   require(a.scalar_type() == b.scalar_type(), "the factors have different types");
-  return at::matmul(wide(a), wide(b));
+  require(a.dim() >= 1 && b.dim() >= 1, "a factor has no dimension");
+  const int64_t rows_of_b = b.dim() == 1 ? b.size(0) : b.size(-2);
+  require(a.size(-1) == rows_of_b, "the first factor has " + std::to_string(a.size(-1)) + " columns, the second " +
+                                       std::to_string(rows_of_b) + " rows");
+  require(b.dim() == 1 || out.size(-1) == b.size(-1), "the output has not as many columns as the second factor");
 }
 
 // beta * self + alpha * term
@@ -19,33 +26,49 @@ at::Tensor add_scaled(const at::Tensor& self, const at::Scalar& beta, const at::
 
 }  // namespace
 
-SIM_CHECKED_OPERATOR(Matmul, In self, In other, Out out, int8_t /*cube_math*/) { out.set(product(self, other)); }
-SIM_CHECKED_OPERATOR(Mm, In self, In other, Out out, int8_t /*cube_math*/) { out.set(product(self, other)); }
-SIM_CHECKED_OPERATOR(BatchMatMul, In self, In other, Out out, int8_t /*cube_math*/) { out.set(product(self, other)); }
-SIM_CHECKED_OPERATOR(Mv, In self, In vector, Out out, int8_t /*cube_math*/) { out.set(product(self, vector)); }
-SIM_CHECKED_OPERATOR(Dot, In self, In other, Out out) { out.set(product(self, other)); }
+SIM_CHECKED_OPERATOR(Matmul, In self, In other, Out out, int8_t /*cube_math*/) {
+  check_factors(self, other, out);
+  if (!checking()) out.set(product(self, other));
+}
+SIM_CHECKED_OPERATOR(Mm, In self, In other, Out out, int8_t /*cube_math*/) {
+  check_factors(self, other, out);
+  if (!checking()) out.set(product(self, other));
+}
+SIM_CHECKED_OPERATOR(BatchMatMul, In self, In other, Out out, int8_t /*cube_math*/) {
+  check_factors(self, other, out);
+  if (!checking()) out.set(product(self, other));
+}
+SIM_CHECKED_OPERATOR(Mv, In self, In vector, Out out, int8_t /*cube_math*/) {
+  check_factors(self, vector, out);
+  if (!checking()) out.set(product(self, vector));
+}
+SIM_OPERATOR(Dot, In self, In other, Out out) { out.set(product(self, other)); }
 SIM_CHECKED_OPERATOR(Addmm, In self, In a, In b, Scalar beta, Scalar alpha, Out out, int8_t /*cube_math*/) {
-  out.set(add_scaled(self, beta, product(a, b), alpha));
+  check_factors(a, b, out);
+  if (!checking()) out.set(add_scaled(self, beta, product(a, b), alpha));
 }
 SIM_CHECKED_OPERATOR(InplaceAddmm, InOut self, In a, In b, Scalar beta, Scalar alpha, int8_t /*cube_math*/) {
-  self.set(add_scaled(self, beta, product(a, b), alpha));
+  check_factors(a, b, self);
+  if (!checking()) self.set(add_scaled(self, beta, product(a, b), alpha));
 }
-SIM_CHECKED_OPERATOR(Addmv, In self, In a, In b, Scalar alpha, Scalar beta, Out out, int8_t /*cube_math*/) {
+SIM_OPERATOR(Addmv, In self, In a, In b, Scalar alpha, Scalar beta, Out out, int8_t /*cube_math*/) {
   out.set(add_scaled(self, beta, product(a, b), alpha));
 }
 SIM_CHECKED_OPERATOR(Baddbmm, In self, In a, In b, Scalar beta, Scalar alpha, Out out, int8_t /*cube_math*/) {
-  out.set(add_scaled(self, beta, product(a, b), alpha));
+  check_factors(a, b, out);
+  if (!checking()) out.set(add_scaled(self, beta, product(a, b), alpha));
 }
 SIM_CHECKED_OPERATOR(InplaceBaddbmm, InOut self, In a, In b, Scalar beta, Scalar alpha, int8_t /*cube_math*/) {
-  self.set(add_scaled(self, beta, product(a, b), alpha));
+  check_factors(a, b, self);
+  if (!checking()) self.set(add_scaled(self, beta, product(a, b), alpha));
 }
-SIM_CHECKED_OPERATOR(Addbmm, In self, In a, In b, Scalar beta, Scalar alpha, Out out, int8_t /*cube_math*/) {
+SIM_OPERATOR(Addbmm, In self, In a, In b, Scalar beta, Scalar alpha, Out out, int8_t /*cube_math*/) {
   out.set(add_scaled(self, beta, product(a, b).sum(0), alpha));
 }
-SIM_CHECKED_OPERATOR(Addr, In self, In a, In b, Scalar beta, Scalar alpha, Out out) {
+SIM_OPERATOR(Addr, In self, In a, In b, Scalar beta, Scalar alpha, Out out) {
   out.set(add_scaled(self, beta, at::outer(wide(a), wide(b)), alpha));
 }
-SIM_CHECKED_OPERATOR(Ger, In a, In b, Out out) { out.set(at::outer(wide(a), wide(b))); }
+SIM_OPERATOR(Ger, In a, In b, Out out) { out.set(at::outer(wide(a), wide(b))); }
 SIM_OPERATOR(Einsum, Ins tensors, Text equation, Out out) {
   Ins factors;
   for (const at::Tensor& tensor : tensors) factors.push_back(wide(tensor));

@@ -23,14 +23,18 @@ at::Tensor sum_of(const at::Tensor& tensor, const Dims& dims, bool keep) {
   return dims.empty() ? tensor : tensor.sum(dims, keep);
 }
 
+void require_last_sizes(const at::Tensor& x, const at::Tensor& gamma) {
+  require(gamma.dim() <= x.dim() && x.sizes().slice(static_cast<size_t>(x.dim() - gamma.dim())) == gamma.sizes(),
+          "gamma must have the last sizes of x");
+}
+
 struct Normalized {
   at::Tensor y, rstd;
 };
 
 // x / sqrt(mean(x^2) + eps) * gamma over the dimensions of gamma
 Normalized rms_norm(const at::Tensor& x, const at::Tensor& gamma, double eps) {
-  require(gamma.dim() <= x.dim() && x.sizes().slice(static_cast<size_t>(x.dim() - gamma.dim())) == gamma.sizes(),
-          "gamma must have the last sizes of x");
+  require_last_sizes(x, gamma);
   const at::Tensor wide_x = wide(x);
   const at::Tensor rstd = (wide_x.pow(2).mean(last_dims(x, gamma.dim()), true) + eps).rsqrt();
   return {wide_x * rstd * wide(gamma), rstd};
@@ -39,18 +43,21 @@ Normalized rms_norm(const at::Tensor& x, const at::Tensor& gamma, double eps) {
 }  // namespace
 
 SIM_CHECKED_OPERATOR(RmsNorm, In x, In gamma, double eps, Out y, Out rstd) {
+  require_last_sizes(x, gamma);
+  require(y.sizes() == x.sizes(), "x and y have different shapes");
+  if (checking()) return;
   const Normalized result = rms_norm(x, gamma, eps);
   y.set(result.y);
   rstd.set(result.rstd);
 }
-SIM_CHECKED_OPERATOR(RmsNormGrad, In dy, In x, In rstd, In gamma, Out dx, Out dgamma) {
+SIM_OPERATOR(RmsNormGrad, In dy, In x, In rstd, In gamma, Out dx, Out dgamma) {
   const at::Tensor normalized = wide(x) * rstd;
   const at::Tensor g = wide(dy) * wide(gamma);
   const at::Tensor projection = (g * normalized).mean(last_dims(x, gamma.dim()), true);
   dx.set((g - normalized * projection) * rstd);
   dgamma.set(sum_of(wide(dy) * normalized, first_dims(x.dim() - gamma.dim()), false));
 }
-SIM_CHECKED_OPERATOR(AddRmsNorm, In a, In b, In gamma, double eps, Out y, Out rstd, Out sum) {
+SIM_OPERATOR(AddRmsNorm, In a, In b, In gamma, double eps, Out y, Out rstd, Out sum) {
   const at::Tensor x = (wide(a) + wide(b)).to(a.scalar_type());
   const Normalized result = rms_norm(x, gamma, eps);
   y.set(result.y);
@@ -58,8 +65,7 @@ SIM_CHECKED_OPERATOR(AddRmsNorm, In a, In b, In gamma, double eps, Out y, Out rs
   sum.set(x);
 }
 
-SIM_CHECKED_OPERATOR(LayerNorm, In x, IntArray shape, OptIn weight, OptIn bias, double eps, Out y, OptOut mean,
-                     OptOut rstd) {
+SIM_OPERATOR(LayerNorm, In x, IntArray shape, OptIn weight, OptIn bias, double eps, Out y, OptOut mean, OptOut rstd) {
   const Dims dims = last_dims(x, static_cast<int64_t>(shape.size()));
   const at::Tensor m = wide(x).mean(dims, true);
   const at::Tensor centered = wide(x) - m;
@@ -71,8 +77,8 @@ SIM_CHECKED_OPERATOR(LayerNorm, In x, IntArray shape, OptIn weight, OptIn bias, 
   mean.set(m);
   rstd.set(r);
 }
-SIM_CHECKED_OPERATOR(LayerNormBackward, In dy, In x, IntArray shape, In mean, In rstd, OptIn weight, OptIn bias,
-                     BoolArray wanted, OptOut dx, OptOut dweight, OptOut dbias) {
+SIM_OPERATOR(LayerNormBackward, In dy, In x, IntArray shape, In mean, In rstd, OptIn weight, OptIn bias,
+             BoolArray wanted, OptOut dx, OptOut dweight, OptOut dbias) {
   require(wanted.size() == 3, "three flags say which gradients are wanted");
   (void)bias;
   const Dims inner = last_dims(x, static_cast<int64_t>(shape.size()));

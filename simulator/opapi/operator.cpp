@@ -1,5 +1,6 @@
 #include "opapi/operator.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -127,13 +128,27 @@ uint64_t workspace_of(const Call& call) {
   return std::min<uint64_t>((bytes + 511) / 512 * 512, uint64_t{1} << 20);
 }
 
-void check(const Call& call) {
+void check_body(const Call& call) {
   OwnDispatch own;
   CheckingNow now;
-  try {
-    call.operator_->run(call.arguments);
-  } catch (const c10::NotImplementedError&) {
-    // ATen cannot tell shapes without values: the stream's thread finds out.
+  call.operator_->run(call.arguments);
+}
+
+// That all inputs broadcast to the output's shape.
+void check_pointwise(const Call& call) {
+  std::vector<int64_t> shape;
+  for (const Value& value : call.arguments) {
+    const View* view = std::get_if<View>(&value);
+    if (view != nullptr && view->role == Role::kRead) shape = at::infer_size(shape, view->sizes);
+  }
+  for (const Value& value : call.arguments) {
+    const View* view = std::get_if<View>(&value);
+    if (view == nullptr || view->role == Role::kRead || !view->present()) continue;
+    const bool fits = view->role == Role::kUpdated ? at::is_expandable_to(shape, view->sizes) : shape == view->sizes;
+    if (fits) continue;
+    std::ostringstream text;
+    text << "the result has shape " << at::IntArrayRef(shape) << ", the output " << at::IntArrayRef(view->sizes);
+    throw InvalidArgument(text.str());
   }
 }
 
@@ -141,8 +156,8 @@ void check(const Call& call) {
 
 bool checking() { return checking_now; }
 
-Description::Description(const char* name, std::string signature, bool checked, void (*run)(const std::vector<Value>&))
-    : name(name), signature(std::move(signature)), checked(checked), run(run) {
+Description::Description(const char* name, std::string signature, Check check, void (*run)(const std::vector<Value>&))
+    : name(name), signature(std::move(signature)), check(check), run(run) {
   registry().emplace(name, this);
 }
 
@@ -163,7 +178,8 @@ aclnnStatus prepare(const Description& description, void (*keep)(Call& call, voi
       throw;
     }
     at = describe(*call);
-    if (description.checked) check(*call);
+    if (description.check == Check::kBody) check_body(*call);
+    if (description.check == Check::kPointwise) check_pointwise(*call);
     call->workspace_bytes = *workspace_bytes = workspace_of(*call);
     *executor = call.release();
     return ACLNN_SUCCESS;
@@ -214,7 +230,7 @@ void Out::set(const at::Tensor& value) const {
     text << "the result has shape " << value.sizes() << ", the output " << sizes();
     throw InvalidArgument(text.str());
   }
-  if (!checking()) copy_(value);
+  copy_(value);
 }
 
 void DynamicOut::set(const at::Tensor& value) const {

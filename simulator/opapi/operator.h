@@ -6,10 +6,11 @@
 // defines aclnnAddsGetWorkspaceSize(const aclTensor*, const aclScalar*, const aclScalar*, aclTensor*, uint64_t*,
 // aclOpExecutor**) and aclnnAdds. The body runs on the stream's thread; what it throws becomes the stream's error.
 //
-// SIM_CHECKED_OPERATOR does the same, and calls the body in the first phase too, with meta tensors (shapes and types,
-// no data): what it throws then is reported by the first phase as an invalid argument. It fits where ATen's own C++
-// code knows the shapes of what is called; a body that reads values does its checks and returns where checking().
-// (Meta functions that torch defines in Python would wait for the interpreter's lock, which the caller may hold.)
+// What the first phase checks besides null pointers, types and the bounds of storages:
+// - SIM_POINTWISE_OPERATOR: that all inputs broadcast to the output's shape.
+// - SIM_CHECKED_OPERATOR: what the body checks. The first phase calls it with tensors without data; it may look at
+//   shapes and types, throws InvalidArgument, and returns where checking() before it calls an operator of ATen (whose
+//   functions for such tensors are defined in Python, and wait for the interpreter's lock, which the caller may hold).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -31,7 +32,7 @@ struct InvalidArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// True while a checked operator is called for its checks alone.
+// True while the body of a checked operator is called for its checks alone.
 bool checking();
 
 // The parameter types of operators. Tensors alias the program's memory.
@@ -94,14 +95,16 @@ using Value =
     std::variant<std::monostate, View, std::vector<View>, at::Scalar, std::vector<at::Scalar>, std::vector<int64_t>,
                  std::vector<bool>, std::vector<float>, int64_t, uint64_t, double, std::string, at::ScalarType>;
 
+enum class Check { kNone, kPointwise, kBody };  // by the first phase
+
 // What is known of an operator.
 struct Description {
   const char* name;       // "aclnnAdds"
   std::string signature;  // "T S S T", the letters of aclnn_signatures.tsv
-  bool checked;
+  Check check;
   void (*run)(const std::vector<Value>& arguments);
 
-  Description(const char* name, std::string signature, bool checked, void (*run)(const std::vector<Value>&));
+  Description(const char* name, std::string signature, Check check, void (*run)(const std::vector<Value>&));
   Description(const Description&) = delete;
 };
 
@@ -210,12 +213,12 @@ struct Operator<kernel, description, void (*)(T...)> {
 
 // The symbol of the first phase is an indirect function: only so can it be given a type that is computed. Its resolver
 // uses nothing that needs relocation (the template has internal linkage, since the kernel does).
-#define SIM_DEFINE_OPERATOR_(Name, checked, ...)                                                                     \
+#define SIM_DEFINE_OPERATOR_(Name, check, ...)                                                                       \
   static void Name##_kernel(__VA_ARGS__);                                                                            \
   namespace {                                                                                                        \
   extern const ::sim::opapi::Description Name##_description;                                                         \
   using Name##_operator = ::sim::opapi::Operator<&Name##_kernel, Name##_description>;                                \
-  const ::sim::opapi::Description Name##_description("aclnn" #Name, Name##_operator::signature(), checked,           \
+  const ::sim::opapi::Description Name##_description("aclnn" #Name, Name##_operator::signature(), check,             \
                                                      &Name##_operator::run);                                         \
   }                                                                                                                  \
   extern "C" __attribute__((visibility("hidden"))) Name##_operator::Prepare* sim_resolve_##Name() {                  \
@@ -227,5 +230,6 @@ struct Operator<kernel, description, void (*)(T...)> {
   }                                                                                                                  \
   static void Name##_kernel(__VA_ARGS__)
 
-#define SIM_OPERATOR(Name, ...) SIM_DEFINE_OPERATOR_(Name, false, __VA_ARGS__)
-#define SIM_CHECKED_OPERATOR(Name, ...) SIM_DEFINE_OPERATOR_(Name, true, __VA_ARGS__)
+#define SIM_OPERATOR(Name, ...) SIM_DEFINE_OPERATOR_(Name, ::sim::opapi::Check::kNone, __VA_ARGS__)
+#define SIM_POINTWISE_OPERATOR(Name, ...) SIM_DEFINE_OPERATOR_(Name, ::sim::opapi::Check::kPointwise, __VA_ARGS__)
+#define SIM_CHECKED_OPERATOR(Name, ...) SIM_DEFINE_OPERATOR_(Name, ::sim::opapi::Check::kBody, __VA_ARGS__)

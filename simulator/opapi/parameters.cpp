@@ -4,24 +4,24 @@
 namespace sim::opapi {
 namespace {
 
-View keep_view(Call& call, const aclTensor* tensor, bool writes) {
+View keep_view(Call& call, const aclTensor* tensor, Role role) {
   if (tensor == nullptr) throw NullArgument("the tensor is null");
-  View view(tensor);
-  const Access access = view.access(writes);
+  View view(tensor, role);
+  const Access access = view.access();
   if (access.bytes > 0) call.accesses.push_back(access);
   return view;
 }
 
-View keep_optional_view(Call& call, const aclTensor* tensor, bool writes) {
-  return tensor == nullptr ? View() : keep_view(call, tensor, writes);
+View keep_optional_view(Call& call, const aclTensor* tensor, Role role) {
+  return tensor == nullptr ? View() : keep_view(call, tensor, role);
 }
 
-std::vector<View> keep_views(Call& call, const aclTensorList* list, bool writes, bool optional) {
+std::vector<View> keep_views(Call& call, const aclTensorList* list, Role role, bool optional) {
   std::vector<View> views;
   if (list == nullptr && optional) return views;
   if (list == nullptr) throw NullArgument("the list of tensors is null");
   for (const aclTensor* tensor : list->values) {
-    views.push_back(optional ? keep_optional_view(call, tensor, writes) : keep_view(call, tensor, writes));
+    views.push_back(optional ? keep_optional_view(call, tensor, role) : keep_view(call, tensor, role));
   }
   return views;
 }
@@ -37,58 +37,64 @@ at::Tensor open_view(const Value& value) { return std::get<View>(value).tensor()
 
 }  // namespace
 
-Value Parameter<In>::keep(Call& call, const aclTensor* argument) { return keep_view(call, argument, false); }
+Value Parameter<In>::keep(Call& call, const aclTensor* argument) { return keep_view(call, argument, Role::kRead); }
 In Parameter<In>::open(const Value& value) { return In(open_view(value)); }
 
 Value Parameter<OptIn>::keep(Call& call, const aclTensor* argument) {
-  return keep_optional_view(call, argument, false);
+  return keep_optional_view(call, argument, Role::kRead);
 }
 OptIn Parameter<OptIn>::open(const Value& value) {
-  return std::get<View>(value).present ? OptIn(open_view(value)) : OptIn();
+  return std::get<View>(value).present() ? OptIn(open_view(value)) : OptIn();
 }
 
-Value Parameter<Out>::keep(Call& call, aclTensor* argument) { return keep_view(call, argument, true); }
+Value Parameter<Out>::keep(Call& call, aclTensor* argument) { return keep_view(call, argument, Role::kWritten); }
 Out Parameter<Out>::open(const Value& value) { return Out(open_view(value)); }
 
-Value Parameter<InOut>::keep(Call& call, aclTensor* argument) { return keep_view(call, argument, true); }
+Value Parameter<InOut>::keep(Call& call, aclTensor* argument) { return keep_view(call, argument, Role::kUpdated); }
 InOut Parameter<InOut>::open(const Value& value) { return InOut(open_view(value)); }
 
-Value Parameter<OptOut>::keep(Call& call, aclTensor* argument) { return keep_optional_view(call, argument, true); }
+Value Parameter<OptOut>::keep(Call& call, aclTensor* argument) {
+  return keep_optional_view(call, argument, Role::kWritten);
+}
 OptOut Parameter<OptOut>::open(const Value& value) {
-  return std::get<View>(value).present ? OptOut(Out(open_view(value))) : OptOut();
+  return std::get<View>(value).present() ? OptOut(Out(open_view(value))) : OptOut();
 }
 
 Value Parameter<DynamicOut>::keep(Call& call, aclTensor* argument) {
   call.waits = true;
-  return keep_view(call, argument, true);
+  return keep_view(call, argument, Role::kWritten);
 }
 DynamicOut Parameter<DynamicOut>::open(const Value& value) { return {open_view(value), std::get<View>(value).handle}; }
 
 Value Parameter<Ins>::keep(Call& call, const aclTensorList* argument) {
-  return keep_views(call, argument, false, false);
+  return keep_views(call, argument, Role::kRead, false);
 }
 Ins Parameter<Ins>::open(const Value& value) { return open_views<Ins, at::Tensor>(value); }
 
 Value Parameter<OptIns>::keep(Call& call, const aclTensorList* argument) {
-  return keep_views(call, argument, false, true);
+  return keep_views(call, argument, Role::kRead, true);
 }
 OptIns Parameter<OptIns>::open(const Value& value) {
   OptIns tensors;
   for (const View& view : std::get<std::vector<View>>(value)) {
-    tensors.push_back(view.present ? std::optional<at::Tensor>(view.tensor()) : std::nullopt);
+    tensors.push_back(view.present() ? std::optional<at::Tensor>(view.tensor()) : std::nullopt);
   }
   return tensors;
 }
 
-Value Parameter<Outs>::keep(Call& call, aclTensorList* argument) { return keep_views(call, argument, true, false); }
+Value Parameter<Outs>::keep(Call& call, aclTensorList* argument) {
+  return keep_views(call, argument, Role::kWritten, false);
+}
 Outs Parameter<Outs>::open(const Value& value) { return open_views<Outs, Out>(value); }
 
-Value Parameter<InOuts>::keep(Call& call, aclTensorList* argument) { return keep_views(call, argument, true, false); }
+Value Parameter<InOuts>::keep(Call& call, aclTensorList* argument) {
+  return keep_views(call, argument, Role::kUpdated, false);
+}
 InOuts Parameter<InOuts>::open(const Value& value) { return open_views<InOuts, InOut>(value); }
 
 Value Parameter<OptOuts>::keep(Call& call, aclTensorList* argument) {
   if (argument == nullptr) return std::vector<View>();
-  return keep_views(call, argument, true, false);
+  return keep_views(call, argument, Role::kWritten, false);
 }
 OptOuts Parameter<OptOuts>::open(const Value& value) { return open_views<OptOuts, Out>(value); }
 

@@ -3,36 +3,36 @@
 
 namespace sim::opapi {
 
-SIM_CHECKED_OPERATOR(ReduceSum, In self, IntArray dims, bool keep, DType type, Out out) {
+SIM_OPERATOR(ReduceSum, In self, IntArray dims, bool keep, DType type, Out out) {
   out.set(at::sum(wide(self), all_if_empty(dims, self), keep, wide(type.type)));
 }
-SIM_CHECKED_OPERATOR(ReduceNansum, In self, IntArray dims, bool keep, DType type, Out out) {
+SIM_OPERATOR(ReduceNansum, In self, IntArray dims, bool keep, DType type, Out out) {
   out.set(at::nansum(wide(self), all_if_empty(dims, self), keep, wide(type.type)));
 }
-SIM_CHECKED_OPERATOR(Mean, In self, IntArray dims, bool keep, DType type, Out out) {
+SIM_OPERATOR(Mean, In self, IntArray dims, bool keep, DType type, Out out) {
   out.set(at::mean(wide(self), all_if_empty(dims, self), keep, wide(type.type)));
 }
-SIM_CHECKED_OPERATOR(Prod, In self, DType type, Out out) { out.set(at::prod(wide(self), wide(type.type))); }
-SIM_CHECKED_OPERATOR(ProdDim, In self, int64_t dim, bool keep, DType type, Out out) {
+SIM_OPERATOR(Prod, In self, DType type, Out out) { out.set(at::prod(wide(self), wide(type.type))); }
+SIM_OPERATOR(ProdDim, In self, int64_t dim, bool keep, DType type, Out out) {
   out.set(at::prod(wide(self), dim, keep, wide(type.type)));
 }
-SIM_CHECKED_OPERATOR(Amax, In self, IntArray dims, bool keep, Out out) {
+SIM_OPERATOR(Amax, In self, IntArray dims, bool keep, Out out) {
   out.set(at::amax(self, all_if_empty(dims, self), keep));
 }
-SIM_CHECKED_OPERATOR(Amin, In self, IntArray dims, bool keep, Out out) {
+SIM_OPERATOR(Amin, In self, IntArray dims, bool keep, Out out) {
   out.set(at::amin(self, all_if_empty(dims, self), keep));
 }
-SIM_CHECKED_OPERATOR(Max, In self, Out out) { out.set(at::amax(self, all_if_empty({}, self))); }
-SIM_CHECKED_OPERATOR(Min, In self, Out out) { out.set(at::amin(self, all_if_empty({}, self))); }
-SIM_CHECKED_OPERATOR(AminmaxAll, In self, Out low, Out high) {
+SIM_OPERATOR(Max, In self, Out out) { out.set(at::amax(self, all_if_empty({}, self))); }
+SIM_OPERATOR(Min, In self, Out out) { out.set(at::amin(self, all_if_empty({}, self))); }
+SIM_OPERATOR(AminmaxAll, In self, Out low, Out high) {
   low.set(at::amin(self, all_if_empty({}, self)));
   high.set(at::amax(self, all_if_empty({}, self)));
 }
-SIM_CHECKED_OPERATOR(AminmaxDim, In self, int64_t dim, bool keep, Out low, Out high) {
+SIM_OPERATOR(AminmaxDim, In self, int64_t dim, bool keep, Out low, Out high) {
   low.set(at::amin(self, {dim}, keep));
   high.set(at::amax(self, {dim}, keep));
 }
-SIM_CHECKED_OPERATOR(Aminmax, In self, IntArray dims, bool keep, Out low, Out high) {
+SIM_OPERATOR(Aminmax, In self, IntArray dims, bool keep, Out low, Out high) {
   low.set(at::amin(self, all_if_empty(dims, self), keep));
   high.set(at::amax(self, all_if_empty(dims, self), keep));
 }
@@ -46,13 +46,13 @@ SIM_OPERATOR(MinDim, In self, int64_t dim, bool keep, Out values, Out indices) {
   values.set(best);
   indices.set(where);
 }
-SIM_CHECKED_OPERATOR(ArgMax, In self, int64_t dim, bool keep, Out out) { out.set(at::argmax(self, dim, keep)); }
-SIM_CHECKED_OPERATOR(ArgMin, In self, int64_t dim, bool keep, Out out) { out.set(at::argmin(self, dim, keep)); }
-SIM_CHECKED_OPERATOR(All, In self, IntArray dims, bool keep, Out out) {
+SIM_OPERATOR(ArgMax, In self, int64_t dim, bool keep, Out out) { out.set(at::argmax(self, dim, keep)); }
+SIM_OPERATOR(ArgMin, In self, int64_t dim, bool keep, Out out) { out.set(at::argmin(self, dim, keep)); }
+SIM_OPERATOR(All, In self, IntArray dims, bool keep, Out out) {
   const auto reduced = all_if_empty(dims, self);
   out.set(reduced.empty() ? self.to(at::kBool) : at::all(self, at::OptionalIntArrayRef(reduced), keep));
 }
-SIM_CHECKED_OPERATOR(Any, In self, IntArray dims, bool keep, Out out) {
+SIM_OPERATOR(Any, In self, IntArray dims, bool keep, Out out) {
   const auto reduced = all_if_empty(dims, self);
   out.set(reduced.empty() ? self.to(at::kBool) : at::any(self, at::OptionalIntArrayRef(reduced), keep));
 }
@@ -83,23 +83,23 @@ SIM_OPERATOR(Norm, In self, Scalar p, IntArray dims, bool keep, Out out) {
   const auto reduced = all_if_empty(dims, self);
   out.set(at::linalg_vector_norm(wide(self), p, at::OptionalIntArrayRef(reduced), keep));
 }
-SIM_CHECKED_OPERATOR(LinalgVectorNorm, In self, Scalar p, IntArray dims, bool keep, DType type, Out out) {
+SIM_OPERATOR(LinalgVectorNorm, In self, Scalar p, IntArray dims, bool keep, DType type, Out out) {
   const auto reduced = all_if_empty(dims, self);
   out.set(at::linalg_vector_norm(wide(self), p, at::OptionalIntArrayRef(reduced), keep, wide(type.type)));
 }
 SIM_OPERATOR(LogSumExp, In self, IntArray dims, bool keep, Out out) {
   out.set(at::logsumexp(wide(self), all_if_empty(dims, self), keep));
 }
-SIM_CHECKED_OPERATOR(Cumsum, In self, int64_t dim, DType type, Out out) {
+SIM_OPERATOR(Cumsum, In self, int64_t dim, DType type, Out out) {
   out.set(at::cumsum(wide(self), dim, wide(type.type)));
 }
-SIM_CHECKED_OPERATOR(CumsumV2, In self, int64_t dim, bool exclusive, bool reverse, Out out) {
+SIM_OPERATOR(CumsumV2, In self, int64_t dim, bool exclusive, bool reverse, Out out) {
   const at::Tensor ordered = reverse ? at::flip(wide(self), {dim}) : wide(self);
   at::Tensor sums = at::cumsum(ordered, dim);
   if (exclusive) sums = sums - ordered;
   out.set(reverse ? at::flip(sums, {dim}) : sums);
 }
-SIM_CHECKED_OPERATOR(Cumprod, In self, Scalar dim, DType type, Out out) {
+SIM_OPERATOR(Cumprod, In self, Scalar dim, DType type, Out out) {
   out.set(at::cumprod(wide(self), dim.toLong(), wide(type.type)));
 }
 SIM_OPERATOR(Cummax, In self, int64_t dim, Out values, Out indices) {

@@ -23,12 +23,12 @@ at::Tensor rotate_back(const at::Tensor& x, int64_t mode) { return -rotate(x, mo
 
 }  // namespace
 
-SIM_CHECKED_OPERATOR(RotaryPositionEmbedding, In x, In cos, In sin, int64_t mode, Out y) {
+SIM_OPERATOR(RotaryPositionEmbedding, In x, In cos, In sin, int64_t mode, Out y) {
   require(x.size(-1) % 2 == 0 && cos.sizes() == sin.sizes(), "an even last size and equal shapes of cos and sin");
   y.set(wide(x) * wide(cos) + rotate(wide(x), mode) * wide(sin));
 }
-SIM_CHECKED_OPERATOR(RotaryPositionEmbeddingGrad, In dy, In cos, In sin, OptIn x, int64_t mode, Out dx, OptOut dcos,
-                     OptOut dsin) {
+SIM_OPERATOR(RotaryPositionEmbeddingGrad, In dy, In cos, In sin, OptIn x, int64_t mode, Out dx, OptOut dcos,
+             OptOut dsin) {
   const at::Tensor g = wide(dy);
   dx.set(g * wide(cos) + rotate_back(g * wide(sin), mode));
   if (!x) return;

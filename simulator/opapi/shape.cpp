@@ -18,28 +18,28 @@ SIM_OPERATOR(SplitTensor, In self, uint64_t size, int64_t dim, Outs outs) {
   require(parts.size() == outs.size(), "as many outputs as parts are needed");
   for (size_t i = 0; i < parts.size(); ++i) outs[i].set(parts[i]);
 }
-SIM_CHECKED_OPERATOR(Flip, In self, IntArray dims, Out out) { out.set(at::flip(self, dims)); }
-SIM_CHECKED_OPERATOR(Roll, In self, IntArray shifts, IntArray dims, Out out) { out.set(at::roll(self, shifts, dims)); }
-SIM_CHECKED_OPERATOR(Repeat, In self, IntArray repeats, Out out) { out.set(self.repeat(repeats)); }
-SIM_CHECKED_OPERATOR(Permute, In self, IntArray dims, Out out) { out.set(self.permute(dims)); }
-SIM_CHECKED_OPERATOR(Expand, In self, IntArray sizes, Out out) { out.set(self.expand(sizes)); }
-SIM_CHECKED_OPERATOR(Flatten, In self, int64_t axis, Out out) {
+SIM_OPERATOR(Flip, In self, IntArray dims, Out out) { out.set(at::flip(self, dims)); }
+SIM_OPERATOR(Roll, In self, IntArray shifts, IntArray dims, Out out) { out.set(at::roll(self, shifts, dims)); }
+SIM_OPERATOR(Repeat, In self, IntArray repeats, Out out) { out.set(self.repeat(repeats)); }
+SIM_OPERATOR(Permute, In self, IntArray dims, Out out) { out.set(self.permute(dims)); }
+SIM_OPERATOR(Expand, In self, IntArray sizes, Out out) { out.set(self.expand(sizes)); }
+SIM_OPERATOR(Flatten, In self, int64_t axis, Out out) {
   out.set(self.reshape(out.sizes()));
   (void)axis;
 }
-SIM_CHECKED_OPERATOR(Tril, In self, int64_t diagonal, Out out) { out.set(at::tril(self, diagonal)); }
-SIM_CHECKED_OPERATOR(InplaceTril, InOut self, int64_t diagonal) { self.set(at::tril(self, diagonal)); }
-SIM_CHECKED_OPERATOR(Triu, In self, int64_t diagonal, Out out) { out.set(at::triu(self, diagonal)); }
-SIM_CHECKED_OPERATOR(InplaceTriu, InOut self, int64_t diagonal) { self.set(at::triu(self, diagonal)); }
+SIM_OPERATOR(Tril, In self, int64_t diagonal, Out out) { out.set(at::tril(self, diagonal)); }
+SIM_OPERATOR(InplaceTril, InOut self, int64_t diagonal) { self.set(at::tril(self, diagonal)); }
+SIM_OPERATOR(Triu, In self, int64_t diagonal, Out out) { out.set(at::triu(self, diagonal)); }
+SIM_OPERATOR(InplaceTriu, InOut self, int64_t diagonal) { self.set(at::triu(self, diagonal)); }
 SIM_OPERATOR(Diag, In self, int64_t diagonal, Out out) { out.set(at::diag(self, diagonal)); }
 SIM_OPERATOR(DiagFlat, In self, int64_t diagonal, Out out) { out.set(at::diagflat(self, diagonal)); }
-SIM_CHECKED_OPERATOR(ConstantPadNd, In self, IntArray padding, Scalar value, Out out) {
+SIM_OPERATOR(ConstantPadNd, In self, IntArray padding, Scalar value, Out out) {
   out.set(at::constant_pad_nd(self, padding, value));
 }
-SIM_CHECKED_OPERATOR(Slice, In self, int64_t dim, int64_t start, int64_t end, int64_t step, Out out) {
+SIM_OPERATOR(Slice, In self, int64_t dim, int64_t start, int64_t end, int64_t step, Out out) {
   out.set(at::slice(self, dim, start, end, step));
 }
-SIM_CHECKED_OPERATOR(SliceV2, In self, IntArray starts, IntArray ends, IntArray axes, IntArray steps, Out out) {
+SIM_OPERATOR(SliceV2, In self, IntArray starts, IntArray ends, IntArray axes, IntArray steps, Out out) {
   at::Tensor part = self;
   for (size_t i = 0; i < axes.size(); ++i) part = at::slice(part, axes[i], starts[i], ends[i], steps[i]);
   out.set(part);

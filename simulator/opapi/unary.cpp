@@ -4,10 +4,10 @@
 namespace sim::opapi {
 
 #define SIM_UNARY(Name, function) \
-  SIM_CHECKED_OPERATOR(Name, In self, Out out) { out.set(at::function(self)); }
+  SIM_POINTWISE_OPERATOR(Name, In self, Out out) { out.set(at::function(self)); }
 #define SIM_UNARY_AND_INPLACE(Name, function) \
   SIM_UNARY(Name, function)                   \
-  SIM_CHECKED_OPERATOR(Inplace##Name, InOut self) { self.set(at::function(self)); }
+  SIM_POINTWISE_OPERATOR(Inplace##Name, InOut self) { self.set(at::function(self)); }
 
 SIM_UNARY_AND_INPLACE(Acos, acos)
 SIM_UNARY_AND_INPLACE(Acosh, acosh)
@@ -64,48 +64,45 @@ SIM_UNARY(IsNegInf, isneginf)
 SIM_UNARY(IsPosInf, isposinf)
 SIM_UNARY(AngleV2, angle)
 
-SIM_CHECKED_OPERATOR(Gelu, In self, Out out) { out.set(at::gelu(self)); }
-SIM_CHECKED_OPERATOR(GeluV2, In self, int64_t approximate, Out out) {
+SIM_POINTWISE_OPERATOR(Gelu, In self, Out out) { out.set(at::gelu(self)); }
+SIM_POINTWISE_OPERATOR(GeluV2, In self, int64_t approximate, Out out) {
   out.set(at::gelu(self, approximate == 1 ? "tanh" : "none"));
 }
-SIM_CHECKED_OPERATOR(FastGelu, In self, Out out) { out.set(self * at::sigmoid(self * 1.702)); }
-SIM_CHECKED_OPERATOR(LeakyRelu, In self, Scalar slope, Out out) { out.set(at::leaky_relu(self, slope)); }
-SIM_CHECKED_OPERATOR(InplaceLeakyRelu, InOut self, Scalar slope) { self.set(at::leaky_relu(self, slope)); }
-SIM_CHECKED_OPERATOR(Elu, In self, Scalar alpha, Scalar scale, Scalar input_scale, Out out) {
+SIM_POINTWISE_OPERATOR(FastGelu, In self, Out out) { out.set(self * at::sigmoid(self * 1.702)); }
+SIM_POINTWISE_OPERATOR(LeakyRelu, In self, Scalar slope, Out out) { out.set(at::leaky_relu(self, slope)); }
+SIM_POINTWISE_OPERATOR(InplaceLeakyRelu, InOut self, Scalar slope) { self.set(at::leaky_relu(self, slope)); }
+SIM_POINTWISE_OPERATOR(Elu, In self, Scalar alpha, Scalar scale, Scalar input_scale, Out out) {
   out.set(at::elu(self, alpha, scale, input_scale));
 }
-SIM_CHECKED_OPERATOR(Softplus, In self, Scalar beta, Scalar threshold, Out out) {
+SIM_POINTWISE_OPERATOR(Softplus, In self, Scalar beta, Scalar threshold, Out out) {
   out.set(at::softplus(self, beta, threshold));
 }
-SIM_CHECKED_OPERATOR(Hardtanh, In self, Scalar low, Scalar high, Out out) { out.set(at::hardtanh(self, low, high)); }
-SIM_CHECKED_OPERATOR(Threshold, In self, Scalar threshold, Scalar value, Out out) {
+SIM_POINTWISE_OPERATOR(Hardtanh, In self, Scalar low, Scalar high, Out out) { out.set(at::hardtanh(self, low, high)); }
+SIM_POINTWISE_OPERATOR(Threshold, In self, Scalar threshold, Scalar value, Out out) {
   out.set(at::threshold(self, threshold, value));
 }
-SIM_CHECKED_OPERATOR(InplaceThreshold, InOut self, Scalar threshold, Scalar value) {
+SIM_POINTWISE_OPERATOR(InplaceThreshold, InOut self, Scalar threshold, Scalar value) {
   self.set(at::threshold(self, threshold, value));
 }
-SIM_CHECKED_OPERATOR(RoundDecimals, In self, int64_t decimals, Out out) { out.set(at::round(self, decimals)); }
-SIM_CHECKED_OPERATOR(NanToNum, In self, float nan, float high, float low, Out out) {
+SIM_POINTWISE_OPERATOR(RoundDecimals, In self, int64_t decimals, Out out) { out.set(at::round(self, decimals)); }
+SIM_POINTWISE_OPERATOR(NanToNum, In self, float nan, float high, float low, Out out) {
   out.set(at::nan_to_num(self, nan, high, low));
 }
-SIM_CHECKED_OPERATOR(InplaceNanToNum, InOut self, float nan, float high, float low) {
+SIM_POINTWISE_OPERATOR(InplaceNanToNum, InOut self, float nan, float high, float low) {
   self.set(at::nan_to_num(self, nan, high, low));
 }
-SIM_CHECKED_OPERATOR(Clamp, In self, OptScalar low, OptScalar high, Out out) { out.set(at::clamp(self, low, high)); }
-SIM_CHECKED_OPERATOR(ClampMin, In self, Scalar low, Out out) { out.set(at::clamp_min(self, low)); }
-SIM_CHECKED_OPERATOR(ClampMax, In self, Scalar high, Out out) { out.set(at::clamp_max(self, high)); }
-SIM_CHECKED_OPERATOR(InplaceClampMax, InOut self, Scalar high) { self.set(at::clamp_max(self, high)); }
-SIM_CHECKED_OPERATOR(ClampTensor, In self, OptIn low, OptIn high, Out out) { out.set(at::clamp(self, low, high)); }
-SIM_CHECKED_OPERATOR(ClampMinTensor, In self, In low, Out out) { out.set(at::clamp_min(self, low)); }
-SIM_CHECKED_OPERATOR(ClampMaxTensor, In self, In high, Out out) { out.set(at::clamp_max(self, high)); }
-SIM_CHECKED_OPERATOR(InplaceClampMinTensor, InOut self, In low) { self.set(at::clamp_min(self, low)); }
-SIM_CHECKED_OPERATOR(InplaceClampMaxTensor, InOut self, In high) { self.set(at::clamp_max(self, high)); }
+SIM_POINTWISE_OPERATOR(Clamp, In self, OptScalar low, OptScalar high, Out out) { out.set(at::clamp(self, low, high)); }
+SIM_POINTWISE_OPERATOR(ClampMin, In self, Scalar low, Out out) { out.set(at::clamp_min(self, low)); }
+SIM_POINTWISE_OPERATOR(ClampMax, In self, Scalar high, Out out) { out.set(at::clamp_max(self, high)); }
+SIM_POINTWISE_OPERATOR(InplaceClampMax, InOut self, Scalar high) { self.set(at::clamp_max(self, high)); }
+SIM_POINTWISE_OPERATOR(ClampTensor, In self, OptIn low, OptIn high, Out out) { out.set(at::clamp(self, low, high)); }
+SIM_POINTWISE_OPERATOR(ClampMinTensor, In self, In low, Out out) { out.set(at::clamp_min(self, low)); }
+SIM_POINTWISE_OPERATOR(ClampMaxTensor, In self, In high, Out out) { out.set(at::clamp_max(self, high)); }
+SIM_POINTWISE_OPERATOR(InplaceClampMinTensor, InOut self, In low) { self.set(at::clamp_min(self, low)); }
+SIM_POINTWISE_OPERATOR(InplaceClampMaxTensor, InOut self, In high) { self.set(at::clamp_max(self, high)); }
 
 // Memory formats and types change here; nothing is computed.
-SIM_CHECKED_OPERATOR(Cast, In self, DType /*type*/, Out out) { out.set(self); }
-SIM_CHECKED_OPERATOR(InplaceCopy, InOut self, In source) {
-  if (checking()) require(at::infer_size(self.sizes(), source.sizes()) == self.sizes(), "the source is larger");
-  if (!checking()) self.copy_(source);
-}
+SIM_POINTWISE_OPERATOR(Cast, In self, DType /*type*/, Out out) { out.set(self); }
+SIM_POINTWISE_OPERATOR(InplaceCopy, InOut self, In source) { self.copy_(source); }
 
 }  // namespace sim::opapi
