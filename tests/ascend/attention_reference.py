@@ -1,7 +1,7 @@
 """Attention in fp64, written out from the documented rules: what the simulated operators are compared with.
 
-Shape letters: B batch, N heads of the query, M heads of key and value, S tokens of the query, K tokens of key and value,
-D and E width of a head of query and value.
+Shape letters: B batch, N heads of the query, M heads of key and value, S tokens of the query, K tokens of key and
+value, D and E width of a head of query and value.
 """
 
 from __future__ import annotations
@@ -76,12 +76,15 @@ def unpack(layout: str, tensor: torch.Tensor, lengths: list[int], heads: int) ->
 def unpack_softmax(case: Case, tensor: torch.Tensor) -> list[torch.Tensor]:
     """softmaxMax or softmaxSum -> [N, S] of every batch entry.
 
-    With layout TND, [N, S, 8] of a sequence lies behind that of the one before, although the shape is [T, N, 8].
+    With layout TND, [N, S, 8] of a sequence lies behind that of the one before, although the shape is [T, N, 8]; with
+    softmax_layout TND too the numbers lie as the shape says.
     """
     assert tensor.dtype == torch.float32 and tensor.shape[-1] == 8
     assert torch.equal(tensor, tensor[..., :1].expand_as(tensor)), "one value, eight times"
     if case.layout != "TND":
         return list(tensor[..., 0])
+    if case.extra.get("softmax_layout") == "TND":
+        return [piece.transpose(0, 1) for piece in tensor[..., 0].split([pair[0] for pair in case.lengths])]
     rows = [case.heads[0] * pair[0] for pair in case.lengths]
     return [piece.view(case.heads[0], -1) for piece in tensor.reshape(-1, 8)[:, 0].split(rows)]
 
@@ -158,6 +161,9 @@ class Problem:
     seen: list[torch.Tensor]
     pse: torch.Tensor | None
     scale: float
+    pse_after_scale: bool = False
+    sink: torch.Tensor | None = None
+    """[N], a score without a value that takes part in the softmax"""
 
     @classmethod
     def make(cls, case: Case, seed: int = 0) -> Problem:
@@ -209,14 +215,18 @@ class Problem:
         """out, dq, dk, dv, max, sum of every batch entry; `kept` holds [N, S, K], 0 or 1 / keep_prob, after dropout."""
         group = self.case.heads[0] // self.case.heads[1]
         results: dict[str, list[torch.Tensor]] = {name: [] for name in ("out", "dq", "dk", "dv", "max", "sum")}
+        sink = None if self.sink is None else self.sink.clone().requires_grad_()
         for b, see in enumerate(self.seen):
             q, k, v = (pieces[b].clone().requires_grad_() for pieces in (self.q, self.k, self.v))
             scores = q @ k.repeat_interleave(group, 0).transpose(1, 2)
-            if self.pse is not None:  # pse_type 1: added before the scale
-                scores = scores + self.pse[b if self.pse.shape[0] > 1 else 0]
-            scores = (scores * self.scale).masked_fill(~see, -math.inf)
+            pse = 0 if self.pse is None else self.pse[b if self.pse.shape[0] > 1 else 0]
+            scores = scores * self.scale + pse if self.pse_after_scale else (scores + pse) * self.scale
+            scores = scores.masked_fill(~see, -math.inf)
             blind = ~see.any(-1, keepdim=True)  # rows without a score give zero
-            weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+            columns = scores
+            if sink is not None:
+                columns = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
+            weights = columns.masked_fill(blind, 0.0).softmax(-1)[..., : see.shape[-1]].masked_fill(blind, 0.0)
             if kept is not None:
                 weights = weights * kept[b]
             out = weights @ v.repeat_interleave(group, 0)
@@ -226,10 +236,12 @@ class Problem:
             results["dk"].append(k.grad)
             results["dv"].append(v.grad)
             if see.numel():
-                high = scores.detach().amax(-1)
+                high = columns.detach().amax(-1)
                 results["max"].append(high)
-                results["sum"].append((scores.detach() - high.unsqueeze(-1)).exp().sum(-1))
+                results["sum"].append((columns.detach() - high.unsqueeze(-1)).exp().sum(-1))
             else:
                 results["max"].append(torch.zeros(see.shape[:2], dtype=torch.float64))
                 results["sum"].append(torch.zeros(see.shape[:2], dtype=torch.float64))
+        if sink is not None:
+            results["dsink"] = [sink.grad]
         return results

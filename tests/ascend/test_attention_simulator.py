@@ -27,6 +27,7 @@ WIDE = ((5, 9), (5, 9))
 TALL = ((9, 5), (9, 5))
 UNEVEN = ((3, 3), (7, 7), (1, 1), (5, 5))
 LONGER_KEYS = ((3, 4), (2, 7), (4, 4))
+RAGGED = Case(layout="TND", lengths=UNEVEN)
 MANY = 65536  # tokens, more than any sequence here has
 
 
@@ -36,14 +37,22 @@ def fusion_attention(problem: Problem, **changes) -> dict[str, list[torch.Tensor
 
     case = problem.case
     arguments = problem.arguments() | changes
-    for name in ("atten_mask", "pse"):
-        if arguments[name] is not None:
-            arguments[name] = arguments[name].npu()
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            arguments[name] = value.npu()
+    operator = torch_npu.npu_fusion_attention
+    if "pse_type" in arguments:
+        operator = torch_npu.npu_fusion_attention_v2
+        arguments |= {name: arguments.pop(name.replace("tok", "tock")) for name in ("pre_tokens", "next_tokens")}
+    sink = None
+    if problem.sink is not None:
+        arguments["sink"] = sink = problem.sink.float().npu().requires_grad_()
     q, k, v = (problem.packed(pieces).npu().requires_grad_() for pieces in (problem.q, problem.k, problem.v))
-    out, high, total = torch_npu.npu_fusion_attention(q, k, v, **arguments)[:3]
+    out, high, total = operator(q, k, v, **arguments)[:3]
     assert out.dtype == case.dtype
     out.backward(problem.packed(problem.dy).npu())
-    return collect(case, out, q.grad, k.grad, v.grad, high, total)
+    found = collect(case, out, q.grad, k.grad, v.grad, high, total)
+    return found if sink is None else found | {"dsink": [sink.grad.cpu().double()]}
 
 
 def collect(case: Case, out, dq, dk, dv, high, total) -> dict[str, list[torch.Tensor]]:
@@ -102,7 +111,7 @@ def sequences() -> list[Case]:
     cases += [replace(case, mode=mode, lengths=empty) for mode in (2, 3)]
     cases += [replace(case, mode=3, lengths=LONGER_KEYS), replace(case, mode=4, pre=2, next=0)]
     cases += [replace(case, mode=6, prefix=(1, 7, 0, 3))]
-    # The example of the documentation: a sequence of 4 queries and 6 keys cut in two, mode 3 before. And 5 x 4 in mode 2.
+    # Sequences cut in two, as in the documentation: 4 queries and 6 keys in mode 3 before, 5 and 4 in mode 2.
     cases += [replace(case, mode=7, pre=6, next=-2, lengths=((3, 3), (2, 6)))]
     cases += [replace(case, mode=7, pre=6, next=-2, lengths=((3, 3), (2, 6), (0, 0)))]
     cases += [replace(case, mode=8, pre=4, next=1, lengths=((3, 4), (5, 5), (4, 4)))]
@@ -140,6 +149,43 @@ def test_type_and_heads(case: Case, heads: tuple[int, int], dtype: torch.dtype) 
 @pytest.mark.parametrize("pse", ["BNSK", "BN1K", "1NSK"])
 def test_pse(layout: str, pse: str) -> None:
     problem = Problem.make(Case(layout=layout, mode=2, lengths=WIDE, pse=pse))
+    compare(problem, fusion_attention(problem))
+
+
+@pytest.mark.parametrize("pse_type", [0, 2, 3])
+def test_pse_type(pse_type: int) -> None:
+    """Added after the scale; types 2 and 3 are made from slopes: -slope * |i + 5 - j - 2|, or its root."""
+    problem = Problem.make(Case(mode=2, pse="BNSK"))
+    problem.pse_after_scale = True
+    changes: dict = {"pse_type": pse_type}
+    if pse_type >= 2:
+        slopes = torch.rand(2, 4, generator=torch.Generator().manual_seed(2))
+        distance = (torch.arange(6).unsqueeze(1) + 5 - torch.arange(6) - 2).abs().double()
+        distance = distance.sqrt() if pse_type == 3 else distance
+        problem.pse = -slopes.double().view(2, 4, 1, 1) * distance
+        changes |= {"pse": slopes, "q_start_idx": [5], "kv_start_idx": [2]}
+    compare(problem, fusion_attention(problem, **changes))
+
+
+def test_pse_of_the_last_1024_rows() -> None:
+    """Numbers that depend on the distance only may be given as the last 1024 rows of the whole."""
+    s = 1100
+    problem = Problem.make(Case(heads=(2, 1), lengths=((s, s),), d=4, e=4, mode=2))
+    distance = (torch.arange(s).unsqueeze(1) - torch.arange(s)).abs()
+    slopes = torch.tensor([0.01, 0.02]).view(1, 2, 1, 1)
+    problem.pse = (-slopes * distance).double()
+    compare(problem, fusion_attention(problem, pse=problem.pse[:, :, -1024:].float()))
+
+
+@pytest.mark.parametrize("case", [Case(mode=3, lengths=WIDE), Case(layout="TND", mode=3, lengths=UNEVEN)], ids=name)
+def test_sink(case: Case) -> None:
+    problem = Problem.make(case)
+    problem.sink = torch.randn(4, generator=torch.Generator().manual_seed(4)).double()
+    compare(problem, fusion_attention(problem))
+
+
+def test_softmax_numbers_in_the_layout_of_the_query() -> None:
+    problem = Problem.make(replace(RAGGED, mode=3, extra={"softmax_layout": "TND"}))
     compare(problem, fusion_attention(problem))
 
 
@@ -230,7 +276,6 @@ def test_gradient_uses_the_softmax_numbers_it_is_given() -> None:
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 ROUND = Case()
-RAGGED = Case(layout="TND", lengths=UNEVEN)
 
 # case, arguments instead of its own (a function makes them from the problem), what the message must say
 WRONG: list[tuple[str, Case, dict, str]] = [
@@ -313,13 +358,13 @@ WRONG_CONTENT = {
         "torch.ones(2048, 2048).tril().bool()",
         2,
         {},
-        "attenMask differs from the upper triangle in sparseMode 2",
+        "attenMask differs from the upper triangle in row 0 in sparseMode 2",
     ),
     "diagonal": (
         "torch.ones(2048, 2048).triu(0).bool()",
         3,
         {},
-        "attenMask differs from the upper triangle in sparseMode 3",
+        "attenMask differs from the upper triangle in row 0 in sparseMode 3",
     ),
     "prefix block": (
         "torch.cat([torch.ones(2048, 2048).triu(1), torch.ones(1024, 2048)]).bool()",

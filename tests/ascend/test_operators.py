@@ -19,7 +19,7 @@ OTHER_SOURCES = {
     # The published descriptions of these two operators.
     "aclnnMoeInitRouting": "T T T i64 T T T",
     "aclnnMoeGatingTopKSoftmax": "T T i64 T T T",
-    # Newer than the table: the order in which torch_npu hands the arguments over.
+    # With a sink, and with rotary columns apart; newer than the table. The order is that of torch_npu's calls.
     "aclnnFlashAttentionScoreV3": "T T T T T T T T IA IA IA f64 f64 i64 i64 i64 str i64 i64 i64 T T T T",
     "aclnnFlashAttentionScoreGradV3": (
         "T T T T T T T T T T T T T IA IA IA f64 f64 i64 i64 i64 str i64 i64 i64 T T T T T"
