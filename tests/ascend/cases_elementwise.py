@@ -122,3 +122,9 @@ case(
     lambda m: [torch.outer(m.normal(3), m.normal(4)), torch.dot(m.normal(5), m.normal(5))],
     (torch.float32,),
 )
+case("cdist", lambda m: torch.cdist(m.normal(4, 3), m.normal(5, 3)), (torch.float32,))
+case(
+    "inverse and cholesky",
+    lambda m: [torch.inverse(x := m.unit(3, 3) + 3 * torch.eye(3, device=m.device)), torch.linalg.cholesky(x @ x.t())],
+    (torch.float32,),
+)

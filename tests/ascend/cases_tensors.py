@@ -13,6 +13,7 @@ case(
     "embedding with padding",
     lambda m: gradients(lambda w: F.embedding(m.integers(10, 3, 4), w, padding_idx=2), m.normal(10, 6)),
 )
+case("embedding_bag", lambda m: F.embedding_bag(m.integers(5, 3, 2), m.normal(5, 4), mode="sum"), (torch.float32,))
 case(
     "index",
     lambda m: [

@@ -118,6 +118,14 @@ def foreach_copy(m: Maker) -> list[torch.Tensor]:
 case("foreach copy", foreach_copy)
 
 
+def grouped_mm(m: Maker) -> torch.Tensor:
+    ends = m.values([3, 8], torch.int32)
+    return F.grouped_mm(m.normal(8, 16), m.normal(2, 16, 8), offs=ends)
+
+
+case("grouped_mm", grouped_mm, (torch.bfloat16,))
+
+
 def attention(m: Maker) -> list[torch.Tensor]:
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
