@@ -15,7 +15,7 @@ namespace {
 
 // The mangled name says the types of the arguments: another signature would be another name.
 constexpr const char* kRunOpApi =
-    "_ZN9at_npu6native9OpCommand11RunOpApiV2ERKNSt7__cxx1112basic_stringIcSt11char_"
+    "_ZN6at_npu6native9OpCommand10RunOpApiV2ERKNSt7__cxx1112basic_stringIcSt11char_"
     "traitsIcESaIcEEERKSt8functionIFivEEb";
 
 void* find_in_torch_npu(const char* symbol) {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import Any
 
 from torchtitan_npu.fsdp.mesh import RankGroup
 
@@ -19,7 +18,9 @@ def all_ranks_here(ranks: RankGroup, what: str, way_out: str = "") -> None:
         return
     seconds = float(os.environ.get("TORCHTITAN_NPU_STATE_DICT_TIMEOUT", TIMEOUT_SECONDS))
     try:
-        dist.monitored_barrier(ranks.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
+        # dist.monitored_barrier refuses groups that have another backend beside gloo.
+        group: Any = ranks.group
+        group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {ranks.ranks[ranks.index]}: {what} is collective, but not all ranks called it within {seconds:g} s "

@@ -7,10 +7,9 @@ import secrets
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import BackendConfig
 
 from torchtitan_npu import _C
-from torchtitan_npu.fsdp.mesh import Mesh, RankGroup
+from torchtitan_npu.fsdp.mesh import Mesh, RankGroup, backends_of
 from torchtitan_npu.launch import Timeouts, read_timeouts
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def _backends_on_accelerator(ranks: RankGroup, kind: str, device: torch.device) 
             f"the model is on {device}: call torch.distributed.init_process_group() before FSDP(...), also for one "
             "process"
         )
-    backends = BackendConfig(dist.Backend(dist.get_backend_config(ranks.group))).get_device_backend_map()
+    backends = backends_of(ranks.group)
     of_device = backends.get(device.type)
     if of_device is None:
         have = ", ".join(f"{kind}:{name}" for kind, name in backends.items())

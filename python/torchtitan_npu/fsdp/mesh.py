@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,12 @@ def resolve_mesh(device_mesh: Any) -> Mesh:
     me = dist.get_rank()
     if me not in ranks:
         raise ValueError(f"device_mesh {ranks} does not contain this rank, {me}; only its ranks may wrap the model")
+    complete = len(ranks) == world
     if is_mesh and device_mesh.ndim == 1:
         everyone = as_group(device_mesh.get_group())
     else:
-        everyone = _group_of([ranks], complete=len(ranks) == world)
+        everyone = _group_of([ranks], complete=complete)
+    everyone = _for_hosts_too(everyone, [ranks], complete=complete)
     if len(rows) == 1:
         return Mesh(everyone, _alone(me), everyone, (everyone.ranks,))
     if is_mesh:
@@ -98,8 +101,10 @@ def resolve_mesh(device_mesh: Any) -> Mesh:
         replicate, shard = (as_group(device_mesh.get_group(dimension)) for dimension in (0, 1))
     else:
         rows = [sorted(row) for row in rows]
-        shard = _group_of(rows, complete=len(ranks) == world)
-        replicate = _group_of(list(zip(*rows, strict=True)), complete=len(ranks) == world)
+        shard = _group_of(rows, complete=complete)
+        replicate = _group_of(list(zip(*rows, strict=True)), complete=complete)
+    shard = _for_hosts_too(shard, rows, complete=complete)
+    replicate = _for_hosts_too(replicate, list(zip(*rows, strict=True)), complete=complete)
     return Mesh(shard, replicate, everyone, tuple(tuple(row) for row in rows))
 
 
@@ -117,6 +122,24 @@ def _group_of(parts: Sequence[Sequence[int]], *, complete: bool) -> RankGroup:
     world = dist.group.WORLD
     is_world = world is not None and len(parts) == 1 and len(parts[0]) == world.size()
     return as_group(world if world is not None and is_world else _new_group(parts, complete=complete))
+
+
+def _for_hosts_too(ranks: RankGroup, parts: Sequence[Sequence[int]], *, complete: bool) -> RankGroup:
+    """The same ranks in a group that takes CPU tensors, too: what hosts tell each other must not wait for a device.
+    Collective like ``_new_group``, if there is one to make.
+    """
+    if ranks.group is None:
+        return ranks
+    backends = backends_of(ranks.group)
+    if "cpu" in backends:
+        return ranks
+    both = ",".join(f"{device}:{name}" for device, name in {"cpu": "gloo", **backends}.items())
+    return as_group(_new_group(parts, complete=complete, backend=both))
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Names of the group's backends by device type."""
+    return dict(BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map())
 
 
 def _new_group(parts: Sequence[Sequence[int]], *, complete: bool, **options: Any) -> dist.ProcessGroup:
