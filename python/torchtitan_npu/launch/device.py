@@ -37,6 +37,7 @@ def choose_device(wanted: str, env: Environment) -> torch.device:
             if importlib.util.find_spec("torch_npu") is not None and env.local_rank == 0:
                 logger.warning("parallel.device is auto and training is on the CPU: %s", missing)
             return torch.device("cpu")
+        read_npu_variables()  # a wrong list of cards may be why there are none
         raise LaunchError(f"parallel.device is npu, but {missing}")
     read_npu_variables().check_ranks(env.local_world_size)
     npu: Any = torch.get_device_module("npu")

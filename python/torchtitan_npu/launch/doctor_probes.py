@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def probe_core(environ: Mapping[str, str]) -> Probe:
 
 def probe_torch_npu(environ: Mapping[str, str]) -> Probe:
     """torch_npu's view: ``cann``, ``devices`` (name and memory in words), ``simulated``."""
-    return run_probe(_TORCH_NPU, environ)
+    # Imported by its name: as a plug-in of torch, its own error would hide behind torch's.
+    return run_probe(_TORCH_NPU, dict(environ) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
 
 def run_probe(program: str, environ: Mapping[str, str], timeout_seconds: float = _TIMEOUT_SECONDS) -> Probe:
@@ -88,7 +90,16 @@ def run_probe(program: str, environ: Mapping[str, str], timeout_seconds: float =
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
             return Probe(json.loads(line.removeprefix(_MARK)))
-    last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-4:])
+    last = _last_words(done.stderr or done.stdout)
     if done.returncode < 0:
         return Probe(error=f"crashed ({signal.Signals(-done.returncode).name})\n{last}".strip())
     return Probe(error=last or f"ended with status {done.returncode}")
+
+
+def _last_words(output: str) -> str:
+    """The exception that ended a Python program, without its traceback; else the last lines."""
+    lines = output.strip().splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Exit)\b", lines[index]):
+            return "\n".join(lines[index:])
+    return "\n".join(lines[-4:])
