@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pool import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twin import floats_for, part_of
@@ -343,7 +344,7 @@ def build(program: Program) -> Root:
         a, b = leaves[first % len(leaves)], leaves[second % len(leaves)]
         if type(a) is type(b) is Linear and a.inner.weight.dtype == b.inner.weight.dtype:
             b.inner.weight = a.inner.weight
-    return root
+    return root.to(DEVICE)
 
 
 def wrap(program: Program) -> Any:

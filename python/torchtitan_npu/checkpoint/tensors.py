@@ -23,7 +23,8 @@ def initialize_adamw_state(optimizer: torch.optim.AdamW) -> None:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32),
+                    # Where the fused kernel reads it.
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
