@@ -21,11 +21,11 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 NATIVE := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 SOURCES := $(NATIVE) $(shell find python -type f -name '*.py*' -not -name '*.pyc')
 
-.PHONY: help train test fuzz bench lint sanitize wheel dev clean
+.PHONY: help train test test-npu simulator fuzz bench lint sanitize wheel dev clean
 
 help: ## list the targets
 	@echo "usage: make TARGET"
-	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
 # ---- environment and package -----------------------------------------------------------------------------------------
 
@@ -103,6 +103,35 @@ fuzz: $(VENV)/.package $(VENV)/.test ## random programs beside a plain model (AR
 test: $(VENV)/.package $(VENV)/.test ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+# A second environment, with torch_npu: its `import torch` needs CANN's libraries, here the simulator's. They are compiled against
+# that environment's torch; ninja compiles what has changed.
+NPU_VENV := .venv-npu
+NPU_BIN := $(NPU_VENV)/bin
+NPU_PIP := $(NPU_BIN)/python -m pip --disable-pip-version-check
+
+$(NPU_VENV)/.torch: $(VENV)/.python
+	$(PYTHON) -m venv $(NPU_VENV)
+	$(NPU_PIP) install torch==$(TORCH) torch_npu==$(TORCH) cmake ninja
+	echo "torch==$(TORCH)" > $(NPU_VENV)/constraints.txt
+	touch $@
+
+$(NPU_VENV)/.package: dist/.built $(NPU_VENV)/.torch
+	$(NPU_PIP) install --force-reinstall --no-deps dist/*.whl
+	$(NPU_PIP) install --constraint $(NPU_VENV)/constraints.txt "$$(echo dist/*.whl)[test]"
+	touch $@
+
+SIMULATOR := build/simulator
+$(SIMULATOR)/.built: CMakeLists.txt $(shell find simulator -type f) $(NPU_VENV)/.torch
+	$(NPU_BIN)/cmake -S . -B $(SIMULATOR) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(NPU_BIN))/ninja -DTT_SIMULATOR=ON \
+	  -DPython_EXECUTABLE=$(abspath $(NPU_BIN))/python
+	$(NPU_BIN)/cmake --build $(SIMULATOR)
+	touch $@
+
+simulator: $(SIMULATOR)/.built $(NPU_VENV)/.package ## build simulated Ascend cards and .venv-npu, an environment with torch_npu for them
+
+test-npu: $(SIMULATOR)/.built $(NPU_VENV)/.package ## run the tests of the NPU backend on simulated Ascend cards
+	OMP_NUM_THREADS=1 $(NPU_BIN)/python -m pytest tests/ascend $(ARGS)
+
 BENCHMARKS := collectives fsdp_step bucket_cap memory host_cost planning
 
 bench: $(VENV)/.package $(VENV)/.bench ## compare with DDP, FSDP1, FSDP2 and Gloo (long; ARGS=--quick is a smoke test)
@@ -114,7 +143,7 @@ bench: $(VENV)/.package $(VENV)/.bench ## compare with DDP, FSDP1, FSDP2 and Glo
 lint: $(VENV)/.package $(VENV)/.lint ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	find csrc tests/native -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc simulator tests -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 
 # Random delays in every device operation and wait, chosen by the seed.
 SEEDS ?= 1 2 3
@@ -133,5 +162,5 @@ sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread 
 	done
 
 clean: ## remove everything that the other targets made, work/ with the trained model too
-	rm -rf $(VENV) build dist work .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NPU_VENV) build dist work .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

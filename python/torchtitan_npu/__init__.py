@@ -1,12 +1,14 @@
 """Distributed training of large language models on Ascend NPUs and CPUs, with a native FSDP core.
 
 ``FSDP``, ``fully_shard``, ``MixedPrecisionPolicy`` and ``StateDictType`` are the public names; they are loaded at first
-use, so that ``import torchtitan_npu`` costs nothing beyond ``import torch`` and needs no NPU library.
+use, so that ``import torchtitan_npu`` costs nothing beyond ``import torch`` and needs no NPU library. The only thing
+that it may change is in ``_autoload``: torch's plug-ins are switched off where they could only fail.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,8 +49,16 @@ __all__ = [
 ]
 
 
+if find_spec("torch_npu") is not None:
+    from torchtitan_npu._autoload import switch_off_without_cann, warn_if_switched_off
+
+    switch_off_without_cann()
+
+
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        if "warn_if_switched_off" in globals():
+            warn_if_switched_off()
         return getattr(import_module("torchtitan_npu.fsdp"), name)
     raise AttributeError(f"module 'torchtitan_npu' has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""The command line: ``torchtitan-npu {train,plan,tune,prepare}`` and ``train.py``.
+"""The command line: ``torchtitan-npu {train,plan,tune,prepare,doctor,simulate}`` and ``train.py``.
 
 Wrong arguments and wrong configurations end with exit status 2 and one message; heavy imports wait until both are
 right.
@@ -40,10 +40,12 @@ example (two processes on this machine):
 
 _COMMANDS = """\
 commands:
-  train    train a model from one YAML file
-  plan     check a YAML file and print what training would need (the same as train --dry_run)
-  tune     measure which bucket_cap_mb suits a YAML file on these ranks
-  prepare  turn text into token files
+  train     train a model from one YAML file
+  plan      check a YAML file and print what training would need (the same as train --dry_run)
+  tune      measure which bucket_cap_mb suits a YAML file on these ranks
+  prepare   turn text into token files
+  doctor    say what this machine has for NPUs, and what is wrong with it
+  simulate  run a command on simulated Ascend cards, on the CPU
 
 'torchtitan-npu <command> --help' explains each.
 """
@@ -58,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_COMMANDS,
         allow_abbrev=False,
     )
-    parser.add_argument("command", choices=("train", "plan", "tune", "prepare"), help="what to do, see below")
+    commands = ("train", "plan", "tune", "prepare", "doctor", "simulate")
+    parser.add_argument("command", choices=commands, help="what to do, see below")
     if not arguments:
         say(parser.format_help())
         return EXIT_USAGE
@@ -72,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtitan_npu.cli_tune import tune_main
 
         return tune_main(rest)
+    if command == "doctor":
+        return _doctor(rest)
+    if command == "simulate":
+        from torchtitan_npu.cli_simulate import simulate_main
+
+        return simulate_main(rest)
     if command == "plan":
         return train_main(["--dry_run", *rest], prog="torchtitan-npu plan")
     return train_main(rest, prog="torchtitan-npu train")
@@ -159,6 +168,22 @@ def unrecognized(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str
     flags |= {key.rpartition(".")[2]: f"--{key}" for key in KEYS}
     close = difflib.get_close_matches(name, flags, n=1)
     return f"{message}; did you mean {flags[close[0]]}?" if close else message
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="torchtitan-npu doctor",
+        description="Say what this machine has for NPUs (driver, firmware, CANN, torch, torch_npu, cards, network, "
+        "environment variables) and what is wrong with it. Status 0: an NPU can be used, or none was to be expected; "
+        "1: something is wrong.",
+        allow_abbrev=False,
+    )
+    parser.parse_args(arguments)
+    from torchtitan_npu.launch.doctor import examine
+
+    examination = examine()
+    sys.stdout.write(f"{examination.describe()}\n")
+    return 1 if examination.problems else 0
 
 
 def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> int:

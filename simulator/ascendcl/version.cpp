@@ -42,4 +42,7 @@ aclError aclsysGetVersionStr(char* package, char* version) {
     return ACL_SUCCESS;
   });
 }
+
+// Not of AscendCL: by this name a program recognises that its libascendcl is simulated.
+const char* simulated_ascend() { return "Ascend, computed on the CPU"; }
 }

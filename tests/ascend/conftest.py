@@ -1,7 +1,7 @@
 """Processes on the simulator.
 
 A test that ends a process, or that could leave a stream in an error, gives its program to `run`. The simulator is
-looked for in TT_SIMULATOR_DIR (the folder `cann` of a build) and in build/sim.
+looked for in TT_SIMULATOR_DIR (the folder `cann` of a build) and in build/simulator.
 """
 
 from __future__ import annotations

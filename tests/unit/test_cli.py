@@ -240,7 +240,7 @@ def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture[str]) -> Non
     assert caught.value.code == 2
     assert "invalid choice: 'merge'" in capsys.readouterr().err
     assert cli.main([]) == 2
-    assert "prepare  turn text into token files" in capsys.readouterr().err
+    assert "prepare   turn text into token files" in capsys.readouterr().err
 
 
 def test_bare_train_py_prints_usage_and_an_example() -> None:

@@ -143,7 +143,9 @@ def test_stub_says_what_the_core_has() -> None:
 
 @pytest.mark.skipif(is_editable(), reason="editable installation: the files are the source tree's")
 def test_wheel_contents() -> None:
-    """The wheel holds the package, the core and the metadata, and nothing of the C++ sources, tests and tools."""
+    """The wheel holds the package, the core and the metadata, and nothing of the C++ sources, tests and tools; nor the
+    simulator, which only `-C cmake.define.TT_SIMULATOR=ON` puts into torchtitan_npu/_simulator.
+    """
     files = [str(file) for file in DISTRIBUTION.files or [] if "__pycache__" not in str(file)]
     assert {file.partition("/")[0] for file in files} - {".."} == {
         "torchtitan_npu",
@@ -158,4 +160,5 @@ def test_wheel_contents() -> None:
         if path.suffix in (".py", ".pyi") or path.name == "py.typed"
     }
     assert {file for file in package if not file.endswith(".so")} == wanted
+    assert not any("_simulator" in file for file in files)
     assert any(file.endswith("/LICENSE") for file in files)

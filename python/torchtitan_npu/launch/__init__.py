@@ -1,15 +1,45 @@
-"""Starting and stopping ranks: environment, process groups, timeouts, log output, failure reports."""
+"""Starting and stopping ranks: environment, process groups, timeouts, log output, failure reports.
 
-from torchtitan_npu.launch.device import choose_device
-from torchtitan_npu.launch.distributed import connect, disconnect, gather_rows, gather_texts, together
-from torchtitan_npu.launch.environment import Environment, LaunchError, read_environment
-from torchtitan_npu.launch.failure import run_rank
-from torchtitan_npu.launch.log import setup_logging
-from torchtitan_npu.launch.timeouts import Timeouts, read_timeouts
+The names are loaded at first use: those that look at the environment, and ``doctor``, need no torch, which may be what
+is broken.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_npu.launch.device import choose_device
+    from torchtitan_npu.launch.distributed import connect, disconnect, gather_rows, gather_texts, together
+    from torchtitan_npu.launch.environment import Environment, LaunchError, read_environment
+    from torchtitan_npu.launch.failure import run_rank
+    from torchtitan_npu.launch.log import setup_logging
+    from torchtitan_npu.launch.npu_variables import NpuVariables, read_npu_variables
+    from torchtitan_npu.launch.timeouts import Timeouts, read_timeouts
+
+_MODULES = {
+    "Environment": "environment",
+    "LaunchError": "environment",
+    "NpuVariables": "npu_variables",
+    "Timeouts": "timeouts",
+    "choose_device": "device",
+    "connect": "distributed",
+    "disconnect": "distributed",
+    "gather_rows": "distributed",
+    "gather_texts": "distributed",
+    "read_environment": "environment",
+    "read_npu_variables": "npu_variables",
+    "read_timeouts": "timeouts",
+    "run_rank": "failure",
+    "setup_logging": "log",
+    "together": "distributed",
+}
 
 __all__ = [
     "Environment",
     "LaunchError",
+    "NpuVariables",
     "Timeouts",
     "choose_device",
     "connect",
@@ -17,8 +47,15 @@ __all__ = [
     "gather_rows",
     "gather_texts",
     "read_environment",
+    "read_npu_variables",
     "read_timeouts",
     "run_rank",
     "setup_logging",
     "together",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"torchtitan_npu.launch.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'torchtitan_npu.launch' has no attribute {name!r}")

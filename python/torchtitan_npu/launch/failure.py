@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchtitan_npu.launch.distributed import PeerFailureError, announce_failure, announced_failure, first_line
 from torchtitan_npu.launch.environment import Environment
+from torchtitan_npu.launch.npu_errors import explain_codes, is_collective_failure
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +42,24 @@ def run_rank(main: Callable[[], int], env: Environment) -> int:
     except Exception as error:
         status = EXIT_FAILURE
         if not _is_consequence(error, env):
-            announce_failure(env.rank, first_line(error))
+            announce_failure(env.rank, _summary(error))
             if is_user_error(error):
                 logger.error("%s", error)
             else:
                 logger.error("unexpected %s: %s", type(error).__name__, error, exc_info=error)
+                explained = explain_codes(str(error))
+                if explained:
+                    # After the traceback: the last lines are those that are read.
+                    logger.error("%s", explained)
     if env.world_size > 1:
         _exit_at_once(status)
     return status
+
+
+def _summary(error: Exception) -> str:
+    """What the other ranks are told: one line."""
+    explained = "" if is_user_error(error) else explain_codes(str(error)).partition("\n")[0]
+    return f"{first_line(error)}: {explained}" if explained else first_line(error)
 
 
 def _is_consequence(error: Exception, env: Environment) -> bool:
@@ -60,10 +71,12 @@ def _is_consequence(error: Exception, env: Environment) -> bool:
         return True
     broken_collective = _from_collective(error)
     cause = announced_failure(wait_seconds=2.0 if broken_collective else 0.0)
-    if cause is not None and (broken_collective or cause.endswith(first_line(error))):
+    if cause is not None and (broken_collective or cause.endswith(_summary(error))):
         logger.error("stopped, because another rank failed: %s", cause)
         return True
-    if broken_collective:
+    if is_collective_failure(str(error)):
+        logger.error("stopped, because another rank is gone or did not come: %s\n%s", error, explain_codes(str(error)))
+    elif broken_collective:
         logger.error("stopped, because another rank is gone: %s", error)
     return broken_collective
 
@@ -72,8 +85,10 @@ def _from_collective(error: Exception) -> bool:
     native = sys.modules.get("torchtitan_npu._C")
     if native is not None and isinstance(error, native.PeerError):
         return True
-    # Gloo raises plain RuntimeErrors; its messages start with the place in its sources.
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    # Gloo raises plain RuntimeErrors; its messages start with the place in its sources. torch_npu's have a number.
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in str(error) or is_collective_failure(str(error)))
+    )
 
 
 def _exit_at_once(status: int) -> None:

@@ -12,6 +12,7 @@ from torchtitan_npu.launch import (
     disconnect,
     gather_rows,
     read_environment,
+    read_npu_variables,
     read_timeouts,
     run_rank,
 )
@@ -43,6 +44,8 @@ def _run(cfg: Config, args: RunArgs, env: Environment) -> int:
         for warning in timeouts.warnings:
             logger.warning("%s", warning)
     device = choose_device(cfg.parallel.device, env)
+    if device.type == "npu" and env.rank == 0:
+        _log_npu_variables(cfg)
     connect(env, timeouts, device)
     trainer = Trainer(cfg, args, env, device)
     trainer.train()
@@ -50,3 +53,13 @@ def _run(cfg: Config, args: RunArgs, env: Environment) -> int:
     if env.world_size > 1:
         gather_rows([0.0])  # no rank leaves while another may still need it
     return 0
+
+
+def _log_npu_variables(cfg: Config) -> None:
+    variables = read_npu_variables()
+    logger.info("%s", variables.describe())
+    element_bytes = 4 if cfg.parallel.dtype == "fp32" else 2
+    training, dim = cfg.training, cfg.model.dim
+    logger.info("%s", variables.buffer_advice(training.batch_size, training.seq_len, dim, element_bytes))
+    for warning in variables.warnings:
+        logger.warning("%s", warning)

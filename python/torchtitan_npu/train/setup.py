@@ -9,6 +9,7 @@ import torch
 from torchtitan_npu.config import Config, RunArgs
 from torchtitan_npu.data import DataError, PackedLoader, TokenDataset, open_dataset
 from torchtitan_npu.launch import Environment, gather_texts, together
+from torchtitan_npu.launch.simulated import is_simulated
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def log_header(cfg: Config, *, device: torch.device, num_parameters: int, dp_deg
         cfg.parallel.strategy,
         cfg.parallel.dtype,
         dp_degree,
-        "the CPU" if device.type == "cpu" else f"{torch.get_device_module(device).get_device_name(device)} each",
+        _name(device),
     )
     logger.info(
         "global batch: batch_size %d x dp_degree %d x gradient_accumulation_steps %d = %d sequences = %s tokens per "
@@ -91,3 +92,10 @@ def log_header(cfg: Config, *, device: torch.device, num_parameters: int, dp_deg
             "hint: model.use_flash_attention is false and training.seq_len is %d; true needs less memory and time",
             training.seq_len,
         )
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "the CPU"
+    name = torch.get_device_module(device).get_device_name(device)
+    return f"{'simulated ' if device.type == 'npu' and is_simulated() else ''}{name} each"

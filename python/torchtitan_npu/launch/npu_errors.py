@@ -1,0 +1,65 @@
+"""Numbers in the messages of torch_npu and CANN: what they mean and what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+
+# torch_npu: "… NPU function error: call aclnnAdd failed, error code is 507015",
+#            "… HCCL function error: HcclCommInitRootInfo(…), error code is 9", "NPU error,NPU error code is:507046".
+# CANN and watchdogs: "error code: [507015]", "errorCode=9".
+_CODE = re.compile(r"error ?code(?: is)?\s*[:=]?\s*\[?(\d{1,6})\b", re.IGNORECASE)
+# torch_npu's own words where it leaves the number out.
+_WITHOUT_CODE = "ACL stream synchronize failed"
+_LEAST_ACL_CODE = 100000
+_MOST_EXPLANATIONS = 3
+# What a rank sees of a peer that is gone or does not come: on its card, and from HCCL itself.
+_COLLECTIVE_ACL = {507048, 507057}
+_COLLECTIVE_HCCL = {9, 11, 12, 13, 14, 19, 21}
+
+
+def explain_codes(message: str) -> str:
+    """What the numeric codes of AscendCL, aclnn and HCCL in ``message`` mean, a line each; empty if there are none.
+
+    Codes from 100000 are AscendCL's and aclnn's. Smaller ones are HCCL's in a line that speaks of HCCL, and nobody's
+    that we know in any other.
+    """
+    explanations: list[str] = []
+    for is_hccl, code in _codes(message):
+        from torchtitan_npu import _C  # only now: most messages have no codes
+
+        explained = _C.explain_hccl(code) if is_hccl else _C.explain_acl(code)
+        if explained not in explanations and explained not in message:
+            explanations.append(explained)
+    return "\n".join(explanations[:_MOST_EXPLANATIONS])
+
+
+def is_collective_failure(message: str) -> bool:
+    """Whether the codes in ``message`` say that a collective failed because of another rank."""
+    return any(code in (_COLLECTIVE_HCCL if is_hccl else _COLLECTIVE_ACL) for is_hccl, code in _codes(message))
+
+
+def _codes(message: str) -> Iterator[tuple[bool, int]]:
+    """(whether it is HCCL's, code), in the order of the message."""
+    if _WITHOUT_CODE in message and _CODE.search(message) is None:
+        last = _last_error()
+        if last >= _LEAST_ACL_CODE:
+            yield False, last
+    for line in message.splitlines():
+        for found in _CODE.finditer(line):
+            code = int(found[1])
+            if code >= _LEAST_ACL_CODE:
+                yield False, code
+            elif code > 0 and "hccl" in line[: found.start()].lower():
+                yield True, code
+
+
+def _last_error() -> int:
+    """AscendCL's last error in this thread; 0 if there is none, or no AscendCL in this process."""
+    try:
+        library = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD)
+        return int(library.aclrtPeekAtLastError(0))
+    except (OSError, AttributeError):
+        return 0
