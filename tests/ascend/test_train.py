@@ -1,0 +1,114 @@
+"""The trainer and the example on simulated cards: the CPU's losses, and checkpoints that move between the two."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulated import HERE, ROOT, simulator_environment
+
+# Relative difference of a step's loss. fp32 differs in the order of sums; the others round at other places.
+TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2, "fp16": 2e-3}
+MEMORY = "8192"  # MiB; every communicator takes 400
+
+
+def torchrun(
+    simulator: Path, ranks: int, *command: str, timeout: float = 280, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *command],
+        env=simulator_environment(simulator, TT_SIM_MEMORY_MB=MEMORY, **environment),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def write_data(folder: Path) -> Path:
+    """A text that can be learnt: words in a random order."""
+    words = [list(f"word{i} ".encode()) for i in range(20)]
+    choose = random.Random(0)
+    documents = [sum((choose.choice(words) for _ in range(60)), []) for _ in range(30)]
+    lines = [json.dumps({"tokens": tokens, "length": len(tokens)}) for tokens in documents]
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases", "delay"),
+    [
+        (1, "fsdp:fp32,ddp:bf16", "1"),
+        (2, "fsdp:fp32,fsdp:bf16,fsdp:fp16,ddp:fp32,ddp:bf16,ddp:fp16", "2"),
+        (4, "fsdp:bf16,ddp:fp32", "3"),
+    ],
+)
+def test_losses_are_the_cpus(simulator: Path, tmp_path: Path, ranks: int, cases: str, delay: str) -> None:
+    write_data(tmp_path)
+    done = torchrun(
+        simulator,
+        ranks,
+        str(HERE / "train_programs.py"),
+        str(tmp_path),
+        cases,
+        TT_SIM_DELAY=delay,
+        PYTHONWARNINGS="ignore",
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "simulated Ascend: rank" not in done.stderr, done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["case"] for result in results] == cases.split(",")
+    for result in results:
+        cpu = result["cpu"]
+        assert len(cpu) == 4 and cpu[3] < cpu[0], result
+        for where in ("npu", "cpu then npu", "npu then cpu"):
+            if where in result:
+                limit = TOLERANCE[result["case"].partition(":")[2]]
+                assert result[where] == pytest.approx(cpu, rel=limit), (where, result)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_example_for_npus(simulator: Path, tmp_path: Path, ranks: int) -> None:
+    """The walkthrough with its real names: init_process_group("hccl"), torch.npu.set_device, .npu(), 100 steps."""
+    done = torchrun(
+        simulator,
+        ranks,
+        str(ROOT / "examples" / "fsdp_on_npus.py"),
+        "--small",
+        "--checkpoint",
+        str(tmp_path / "model.pt"),
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "simulated Ascend: rank" not in done.stderr, done.stderr[-4000:]
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 10 and losses[0] > 4 and losses[-1] < 0.3, done.stdout
+    assert "loaded back: equal" in done.stdout, done.stdout
+
+
+# What goes wrong on rank 1 in the middle of training, and what the logs must say.
+FAULTS = {
+    "operator": ("operator:aclnnSilu:30:rank1", "ACL_ERROR_RT_AICORE_EXCEPTION"),
+    "out of memory": ("oom:14:rank1", "ut of memory"),
+    "dead peer": ("peer_death:900:rank1", "rank 1"),
+    "collective": ("hccl_timeout:20:rank1", "TIMEOUT"),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_ends_all_ranks_with_its_cause(simulator: Path, tmp_path: Path, fault: str) -> None:
+    setting, words = FAULTS[fault]
+    write_data(tmp_path)
+    command = [str(ROOT / "train.py"), "--config", str(ROOT / "examples" / "llama3_debug.yaml")]
+    command += ["--data_dir", str(tmp_path / "data.jsonl"), "--checkpoint_dir", str(tmp_path / "checkpoints")]
+    command += ["--log_dir", str(tmp_path / "logs"), "--parallel.device", "npu", "--model.n_layers", "2"]
+    command += ["--training.batch_size", "1", "--training.seq_len", "64", "--training.max_steps", "1000"]
+    # Without the timeout of the test, the run would go on for 1000 steps.
+    done = torchrun(simulator, 2, *command, timeout=150, TT_SIM_FAULT=setting, HCCL_EXEC_TIMEOUT="8")
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, said[-4000:]
+    assert "ERROR" in said and words in said, said[-6000:]
+    assert "[Step 1]" in said, said[-4000:]
