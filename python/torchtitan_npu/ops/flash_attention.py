@@ -90,7 +90,7 @@ def _check_kernel(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"flash_attention: no kernel of {q.device.type} takes {q.dtype}; cast q, k and v to {names}")
     if not on_cpu and q.shape[-1] > flash_npu.MAX_HEAD_DIM:
         raise ValueError(
-            f"flash_attention: D is {q.shape[-1]}, and the NPU's kernel takes at most {flash_npu.MAX_HEAD_DIM}; use the "
+            f"flash_attention: D is {q.shape[-1]}, the NPU's kernel takes at most {flash_npu.MAX_HEAD_DIM}; use the "
             "plain attention (model.use_flash_attention: false)"
         )
 
@@ -145,6 +145,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tens
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, ends_N, ctx.layout = inputs
+    ctx.set_materialize_grads(False)  # nothing depends on the softmax's parts; no zeros for them
     ctx.save_for_backward(q, k, v, *output, ends_N)
 
 
