@@ -1,6 +1,7 @@
 #include "opapi/attention_mask.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 namespace sim::opapi {
@@ -233,14 +234,24 @@ void check_compressed_mask(const AttentionInputs& inputs) {
   if (!inputs.atten_mask.defined() || !is_compressed(inputs.sparse_mode)) {
     return;
   }
-  const at::Tensor mask = inputs.atten_mask.reshape({-1, kCompressed}).ne(0);
-  const at::Tensor triangle = at::ones({kCompressed, kCompressed}, at::kBool).triu_(1);
-  if (!mask.narrow(0, 0, kCompressed).equal(triangle)) {
-    reject("attenMask differs from the upper triangle in sparseMode " + std::to_string(inputs.sparse_mode),
+  // Called for every layer of every step: rows are compared with a window into 2048 zeros before 2048 ones.
+  static const std::vector<uint8_t> pattern = [] {
+    std::vector<uint8_t> bytes(2 * kCompressed, 0);
+    std::fill(bytes.begin() + kCompressed, bytes.end(), uint8_t{1});
+    return bytes;
+  }();
+  const at::Tensor mask = inputs.atten_mask.reshape({-1, kCompressed}).contiguous();
+  const auto* row = static_cast<const uint8_t*>(mask.const_data_ptr());
+  for (int64_t i = 0; i < kCompressed; ++i, row += kCompressed) {
+    if (std::memcmp(row, pattern.data() + kCompressed - 1 - i, kCompressed) == 0) {
+      continue;
+    }
+    reject("attenMask differs from the upper triangle in row " + std::to_string(i) + " in sparseMode " +
+               std::to_string(inputs.sparse_mode),
            "its first 2048 rows must be 1 above the diagonal and 0 elsewhere: ones(2048, 2048).triu(1)");
   }
   if (inputs.sparse_mode == kPrefixCompressed) {
-    const at::Tensor block = mask.narrow(0, kCompressed, kPrefixRows);
+    const at::Tensor block = mask.narrow(0, kCompressed, kPrefixRows).ne(0);
     if (block.narrow(1, 0, kCompressed / 2).any().item<bool>() ||
         !block.narrow(1, kCompressed / 2, kCompressed / 2).all().item<bool>()) {
       reject("attenMask has a wrong prefix block in sparseMode 6",
@@ -256,12 +267,14 @@ MaskedBlock masked_block(const AttentionInputs& inputs, const AttentionGeometry&
     return block;
   }
   const Window window = attention_window(inputs, geometry, segment);
-  const at::Tensor i = at::arange(row, row + rows, at::kLong).unsqueeze(1);
-  const at::Tensor j = at::arange(segment.kv_len, at::kLong).unsqueeze(0);
-  const at::Tensor distance = j - i;
-  at::Tensor outside = distance.lt(window.low).logical_or_(distance.gt(window.high));
+  const auto diagonal = [&](int64_t distance) { return std::clamp(distance + row, -rows - 1, segment.kv_len + 1); };
+  const at::Tensor everything = at::ones({rows, segment.kv_len}, at::kBool);
+  at::Tensor outside = everything.triu(diagonal(window.high + 1));
+  if (window.low > -kFar) {
+    outside.logical_or_(everything.tril(diagonal(window.low - 1)));
+  }
   if (window.prefix > 0) {
-    outside.logical_and_(j.ge(window.prefix));
+    outside.narrow(1, 0, window.prefix).fill_(false);
   }
   outside = outside.unsqueeze(0);
   block.invalid_rows = outside.all(-1, true);

@@ -120,6 +120,18 @@ SIM_OPERATOR(EmbeddingDenseBackward, In gradient, In indices, uint64_t rows, uin
   out.set(at::embedding_dense_backward(wide(gradient), indices64(indices), static_cast<int64_t>(rows),
                                        static_cast<int64_t>(padding), by_frequency));
 }
+SIM_OPERATOR(EmbeddingBag, In weight, In indices, In offsets, bool by_frequency, int64_t mode, bool sparse,
+             OptIn sample_weights, bool with_last_offset, int64_t padding, Out out, Out bag_of_index, Out bag_sizes,
+             Out largest) {
+  const auto [sums, bags, sizes, where] =
+      at::_embedding_bag(wide(weight), indices64(indices), indices64(offsets), by_frequency, mode, sparse,
+                         wide(sample_weights), with_last_offset, padding);
+  out.set(sums);
+  // ATen leaves out what its own gradient does not need.
+  if (bags.numel() == bag_of_index.numel()) bag_of_index.set(bags);
+  if (sizes.numel() == bag_sizes.numel()) bag_sizes.set(sizes);
+  if (where.sizes() == largest.sizes()) largest.set(where);
+}
 SIM_OPERATOR(EmbeddingRenorm, InOut weight, In indices, double max_norm, double p) {
   at::embedding_renorm_(weight, indices64(indices), max_norm, p);
 }

@@ -74,6 +74,7 @@ SIM_OPERATOR(Einsum, Ins tensors, Text equation, Out out) {
   for (const at::Tensor& tensor : tensors) factors.push_back(wide(tensor));
   out.set(at::einsum(equation, factors));
 }
+SIM_OPERATOR(Cdist, In a, In b, float p, int64_t /*mode*/, Out out) { out.set(at::cdist(wide(a), wide(b), p)); }
 SIM_OPERATOR(Inverse, In self, Out out) { out.set(at::linalg_inv(self)); }
 SIM_OPERATOR(LinalgCholesky, In self, bool upper, Out out) { out.set(at::linalg_cholesky(self, upper)); }
 SIM_OPERATOR(LinalgQr, In self, int64_t mode, Out q, Out r) {

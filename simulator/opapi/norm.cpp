@@ -77,10 +77,9 @@ SIM_OPERATOR(LayerNorm, In x, IntArray shape, OptIn weight, OptIn bias, double e
   mean.set(m);
   rstd.set(r);
 }
-SIM_OPERATOR(LayerNormBackward, In dy, In x, IntArray shape, In mean, In rstd, OptIn weight, OptIn bias,
+SIM_OPERATOR(LayerNormBackward, In dy, In x, IntArray shape, In mean, In rstd, OptIn weight, OptIn /*bias*/,
              BoolArray wanted, OptOut dx, OptOut dweight, OptOut dbias) {
   require(wanted.size() == 3, "three flags say which gradients are wanted");
-  (void)bias;
   const Dims inner = last_dims(x, static_cast<int64_t>(shape.size()));
   const Dims outer = first_dims(x.dim() - static_cast<int64_t>(shape.size()));
   const at::Tensor normalized = (wide(x) - wide(mean)) * wide(rstd);

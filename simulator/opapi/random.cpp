@@ -5,9 +5,10 @@
 
 namespace sim::opapi {
 
-#define SIM_SEED(tensor) static_cast<uint64_t>((tensor).reshape({}).item<int64_t>())
-
 namespace {
+
+// A seed or an offset that is on the card.
+uint64_t number(const at::Tensor& tensor) { return static_cast<uint64_t>(tensor.reshape({}).item<int64_t>()); }
 
 at::Generator generator(uint64_t seed, uint64_t offset) {
   // Seed and offset are mixed (splitmix64), since neighbouring offsets must give unrelated numbers.
@@ -90,7 +91,7 @@ SIM_OPERATOR(InplaceUniform, InOut self, double from, double to, uint64_t seed, 
   self.set(uniform_between(self, from, to, seed, offset));
 }
 SIM_OPERATOR(InplaceUniformTensor, InOut self, double from, double to, In seed, In offset, uint64_t more) {
-  self.set(uniform_between(self, from, to, SIM_SEED(seed), SIM_SEED(offset) + more));
+  self.set(uniform_between(self, from, to, number(seed), number(offset) + more));
 }
 SIM_OPERATOR(Bernoulli, In /*self*/, Scalar probability, int64_t seed, int64_t offset, Out out) {
   out.set(uniform(out.sizes(), static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)).lt(probability));
@@ -111,13 +112,13 @@ SIM_OPERATOR(InplaceRandom, InOut self, int64_t from, int64_t to, int64_t seed, 
   self.set(integers(self, from, to, static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)));
 }
 SIM_OPERATOR(InplaceRandomTensor, InOut self, int64_t from, int64_t to, In seed, In offset, int64_t more) {
-  self.set(integers(self, from, to, SIM_SEED(seed), SIM_SEED(offset) + static_cast<uint64_t>(more)));
+  self.set(integers(self, from, to, number(seed), number(offset) + static_cast<uint64_t>(more)));
 }
 SIM_OPERATOR(InplaceRandomWithoutFromTo, InOut self, int64_t seed, int64_t offset) {
   self.set(all_integers(self, static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)));
 }
 SIM_OPERATOR(InplaceRandomWithoutFromToTensor, InOut self, In seed, In offset, int64_t more) {
-  self.set(all_integers(self, SIM_SEED(seed), SIM_SEED(offset) + static_cast<uint64_t>(more)));
+  self.set(all_integers(self, number(seed), number(offset) + static_cast<uint64_t>(more)));
 }
 SIM_OPERATOR(Multinomial, In self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Out out) {
   out.set(at::multinomial(wide(self), samples, replacement,
@@ -125,7 +126,7 @@ SIM_OPERATOR(Multinomial, In self, int64_t samples, bool replacement, int64_t se
 }
 SIM_OPERATOR(MultinomialTensor, In self, int64_t samples, bool replacement, In seed, In offset, int64_t more, Out out) {
   out.set(at::multinomial(wide(self), samples, replacement,
-                          generator(SIM_SEED(seed), SIM_SEED(offset) + static_cast<uint64_t>(more))));
+                          generator(number(seed), number(offset) + static_cast<uint64_t>(more))));
 }
 SIM_OPERATOR(SimThreadExponential, InOut self, int64_t /*count*/, double rate, int64_t seed, int64_t offset) {
   self.set(at::empty(self.sizes(), at::kFloat)
@@ -140,7 +141,7 @@ SIM_OPERATOR(DropoutGenMaskV2, IntArray shape, double drop, int64_t seed, int64_
 }
 SIM_OPERATOR(DropoutGenMaskV2Tensor, IntArray shape, double drop, In seed, In offset, int64_t more, DType /*type*/,
              Out out) {
-  drop_mask(shape, drop, SIM_SEED(seed), SIM_SEED(offset) + static_cast<uint64_t>(more), out);
+  drop_mask(shape, drop, number(seed), number(offset) + static_cast<uint64_t>(more), out);
 }
 SIM_OPERATOR(DropoutDoMask, In self, In mask, double drop, Out out) {
   const at::Tensor keep = unpack(mask, self.numel()).view(self.sizes());

@@ -23,10 +23,7 @@ SIM_OPERATOR(Roll, In self, IntArray shifts, IntArray dims, Out out) { out.set(a
 SIM_OPERATOR(Repeat, In self, IntArray repeats, Out out) { out.set(self.repeat(repeats)); }
 SIM_OPERATOR(Permute, In self, IntArray dims, Out out) { out.set(self.permute(dims)); }
 SIM_OPERATOR(Expand, In self, IntArray sizes, Out out) { out.set(self.expand(sizes)); }
-SIM_OPERATOR(Flatten, In self, int64_t axis, Out out) {
-  out.set(self.reshape(out.sizes()));
-  (void)axis;
-}
+SIM_OPERATOR(Flatten, In self, int64_t /*axis*/, Out out) { out.set(self.reshape(out.sizes())); }
 SIM_OPERATOR(Tril, In self, int64_t diagonal, Out out) { out.set(at::tril(self, diagonal)); }
 SIM_OPERATOR(InplaceTril, InOut self, int64_t diagonal) { self.set(at::tril(self, diagonal)); }
 SIM_OPERATOR(Triu, In self, int64_t diagonal, Out out) { out.set(at::triu(self, diagonal)); }
@@ -66,5 +63,17 @@ SIM_OPERATOR(RepeatInterleaveIntWithDim, In self, int64_t repeats, int64_t dim, 
 SIM_OPERATOR(RepeatInterleaveTensor, In repeats, int64_t size, Out out) {
   out.set(at::repeat_interleave(repeats.to(at::kLong), size));
 }
+
+#define SIM_PAD(Name, function)                                                                    \
+  SIM_OPERATOR(Name, In self, IntArray padding, Out out) { out.set(at::function(self, padding)); } \
+  SIM_OPERATOR(Name##Backward, In gradient, In self, IntArray padding, Out out) {                  \
+    out.set(at::function##_backward(gradient, self, padding));                                     \
+  }
+SIM_PAD(ReflectionPad1d, reflection_pad1d)
+SIM_PAD(ReflectionPad2d, reflection_pad2d)
+SIM_PAD(ReflectionPad3d, reflection_pad3d)
+SIM_PAD(ReplicationPad1d, replication_pad1d)
+SIM_PAD(ReplicationPad2d, replication_pad2d)
+SIM_PAD(ReplicationPad3d, replication_pad3d)
 
 }  // namespace sim::opapi

@@ -74,6 +74,20 @@ SIM_POINTWISE_OPERATOR(InplaceLeakyRelu, InOut self, Scalar slope) { self.set(at
 SIM_POINTWISE_OPERATOR(Elu, In self, Scalar alpha, Scalar scale, Scalar input_scale, Out out) {
   out.set(at::elu(self, alpha, scale, input_scale));
 }
+SIM_POINTWISE_OPERATOR(InplaceElu, InOut self, Scalar alpha, Scalar scale, Scalar input_scale) {
+  self.set(at::elu(self, alpha, scale, input_scale));
+}
+SIM_POINTWISE_OPERATOR(Celu, In self, Scalar alpha, Out out) { out.set(at::celu(self, alpha)); }
+SIM_POINTWISE_OPERATOR(InplaceCelu, InOut self, Scalar alpha) { self.set(at::celu(self, alpha)); }
+SIM_POINTWISE_OPERATOR(Hardshrink, In self, Scalar bound, Out out) { out.set(at::hardshrink(self, bound)); }
+SIM_POINTWISE_OPERATOR(Softshrink, In self, Scalar bound, Out out) { out.set(at::softshrink(self, bound)); }
+SIM_POINTWISE_OPERATOR(Logit, In self, double eps, Out out) {
+  out.set(at::logit(self, eps < 0 ? std::nullopt : std::optional<double>(eps)));
+}
+SIM_POINTWISE_OPERATOR(InplaceHardtanh, InOut self, Scalar low, Scalar high) {
+  self.set(at::hardtanh(self, low, high));
+}
+SIM_POINTWISE_OPERATOR(InplaceRoundDecimals, InOut self, int64_t decimals) { self.set(at::round(self, decimals)); }
 SIM_POINTWISE_OPERATOR(Softplus, In self, Scalar beta, Scalar threshold, Out out) {
   out.set(at::softplus(self, beta, threshold));
 }

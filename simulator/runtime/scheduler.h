@@ -8,7 +8,6 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "abi/acl.h"
@@ -75,7 +74,8 @@ class Scheduler {
  private:
   aclrtStream make_stream(int card);
   Stream* find_stream(aclrtStream stream);
-  // Null for what is no event. One that was destroyed is a violation: a real handle may by then be another event's.
+  // Null for what is no event. One that was destroyed is a violation: on a card, the handle may be another event's by
+  // then. Here handles are numbers that no address is, and are never used again.
   std::shared_ptr<Event> find_event(aclrtEvent event, const char* use);
   // The next task of the stream: what the host knows lies behind it.
   std::uint64_t advance(Stream& stream);
@@ -87,7 +87,6 @@ class Scheduler {
   std::mutex mutex_;
   std::unordered_map<aclrtStream, std::unique_ptr<Stream>> streams_;
   std::unordered_map<aclrtEvent, std::shared_ptr<Event>> events_;
-  std::unordered_set<aclrtEvent> destroyed_events_;
   std::vector<int> slot_streams_ = {0};  // the id of the stream that has each slot
   std::vector<Slot> free_slots_;
   std::vector<std::uint64_t> slot_times_ = {0};
@@ -96,6 +95,7 @@ class Scheduler {
   RaceDetector races_;
   std::size_t prune_at_ = 4096;
   int next_stream_id_ = 0;
+  std::uint64_t next_event_ = 1;
 };
 
 Scheduler& scheduler();

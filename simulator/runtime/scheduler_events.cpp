@@ -9,6 +9,10 @@ namespace {
 
 constexpr aclError kEventNotComplete = 507006;
 
+constexpr std::uintptr_t kFirstHandle = std::uintptr_t{1} << 56;
+
+std::uintptr_t handle_number(std::uint64_t event) { return kFirstHandle + event * 16; }
+
 std::chrono::duration<float, std::milli> between(const Record& start, const Record& end) {
   return end.completed_at() - start.completed_at();
 }
@@ -18,7 +22,8 @@ std::chrono::duration<float, std::milli> between(const Record& start, const Reco
 std::shared_ptr<Event> Scheduler::find_event(aclrtEvent handle, const char* use) {
   auto found = events_.find(handle);
   if (found != events_.end()) return found->second;
-  if (destroyed_events_.contains(handle)) {
+  const auto value = reinterpret_cast<std::uintptr_t>(handle);
+  if (value > kFirstHandle && value < handle_number(next_event_)) {
     violation("use of a destroyed event", std::string(use) + " of an event that was destroyed");
   }
   return nullptr;
@@ -29,8 +34,7 @@ aclrtEvent Scheduler::create_event(bool timed, bool extended) {
   event->timed = timed;
   event->extended = extended;
   std::scoped_lock lock(mutex_);
-  aclrtEvent handle = event.get();
-  destroyed_events_.erase(handle);
+  auto* handle = reinterpret_cast<aclrtEvent>(handle_number(next_event_++));
   events_.emplace(handle, std::move(event));
   return handle;
 }
@@ -46,7 +50,6 @@ aclError Scheduler::destroy_event(aclrtEvent handle) {
                                                    " is destroyed, and the host has not waited for that");
   }
   events_.erase(handle);
-  destroyed_events_.insert(handle);
   return ACL_SUCCESS;
 }
 

@@ -358,13 +358,13 @@ WRONG_CONTENT = {
         "torch.ones(2048, 2048).tril().bool()",
         2,
         {},
-        "attenMask differs from the upper triangle in sparseMode 2",
+        "attenMask differs from the upper triangle in row 0 in sparseMode 2",
     ),
     "diagonal": (
         "torch.ones(2048, 2048).triu(0).bool()",
         3,
         {},
-        "attenMask differs from the upper triangle in sparseMode 3",
+        "attenMask differs from the upper triangle in row 0 in sparseMode 3",
     ),
     "prefix block": (
         "torch.cat([torch.ones(2048, 2048).triu(1), torch.ones(1024, 2048)]).bool()",

@@ -16,6 +16,20 @@ TABLE = ROOT / "simulator" / "opapi" / "aclnn_signatures.tsv"
 OTHER_SOURCES = {
     # The table repeats MedianDim's arguments here; torch_npu calls it with a tensor and an output.
     "aclnnMedian": "T T",
+    # The published descriptions of these two operators.
+    "aclnnMoeInitRouting": "T T T i64 T T T",
+    "aclnnMoeGatingTopKSoftmax": "T T i64 T T T",
+    # With a sink, and with rotary columns apart; newer than the table. The order is that of torch_npu's calls.
+    "aclnnFlashAttentionScoreV3": "T T T T T T T T IA IA IA f64 f64 i64 i64 i64 str i64 i64 i64 T T T T",
+    "aclnnFlashAttentionScoreGradV3": (
+        "T T T T T T T T T T T T T IA IA IA f64 f64 i64 i64 i64 str i64 i64 i64 T T T T T"
+    ),
+    "aclnnFlashAttentionVarLenScoreV5": (
+        "T T T T T T T T T T IA IA IA IA IA f64 f64 i64 i64 i64 str i64 i64 i64 str T T T T"
+    ),
+    "aclnnFlashAttentionUnpaddingScoreGradV5": (
+        "T T T T T T T T T T T T T T T IA IA IA IA IA f64 f64 i64 i64 i64 str i64 i64 i64 str T T T T T T T"
+    ),
 }
 
 

@@ -31,6 +31,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_npu.launch.device import BACKENDS
+
+DEVICE = os.environ.get("TT_TEST_DEVICE", "cpu")
+"""Type of the device that models of these tests are on. ``npu``: torch_npu finds a card for every rank."""
+COMMUNICATOR = {"cpu": "shared memory", "npu": "hccl"}[DEVICE]
+"""Name of what models there choose by themselves."""
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "pytest", "torchtitan_npu.fsdp"]
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on after one has failed."""
@@ -214,7 +220,9 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, directory: str) ->
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    if DEVICE != "cpu":
+        torch.get_device_module(DEVICE).set_device(rank)
+    dist.init_process_group(BACKENDS[DEVICE], store=store, rank=rank, world_size=size)
     gc.collect()
     gc.freeze()  # the modules of torch are not looked through again after each test, nor for optimizers at each wrap
     while (message := _receive(pipe)) is not None:

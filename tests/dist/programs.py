@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pool import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twin import floats_for, part_of
@@ -343,7 +344,7 @@ def build(program: Program) -> Root:
         a, b = leaves[first % len(leaves)], leaves[second % len(leaves)]
         if type(a) is type(b) is Linear and a.inner.weight.dtype == b.inner.weight.dtype:
             b.inner.weight = a.inner.weight
-    return root
+    return root.to(DEVICE)
 
 
 def wrap(program: Program) -> Any:
@@ -615,7 +616,7 @@ class Run:
         want = self.plain.state_dict()
         if kind is StateDictType.FULL_STATE_DICT:
             assert list(saved) == (list(want) if self.rank == 0 else [])
-            assert all(torch.equal(saved[key], want[key]) for key in saved)
+            assert all(torch.equal(saved[key], want[key].cpu()) for key in saved)
             halved = {key: value * 0.5 if value.is_floating_point() else value for key, value in want.items()}
             self.model.load_state_dict(halved)
         else:
@@ -658,7 +659,7 @@ def parts_dtype(parts: list[torch.Tensor | None]) -> torch.dtype:
 
 
 def sum_in_order(parts: list[torch.Tensor | None], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    total = torch.zeros(shape, dtype=dtype)
+    total = torch.zeros(shape, dtype=dtype, device=DEVICE)
     for part in parts:
         if part is not None:
             total = total + part.to(dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import on_ranks
+from pool import COMMUNICATOR, on_ranks
 from torch import nn
 from twin import DIM, Block, SmallModel, Twin, next_token_loss, tokens_for
 
@@ -26,7 +26,7 @@ def test_gradients_and_weights(cap: float | None) -> None:
     """Tiny: 524 bytes, so nearly every parameter is a bucket. 25 MiB: all blocks merge into one unit."""
     twin = Twin(SmallModel, bucket_cap_mb=cap)
     twin.train(4)
-    assert twin.state.engine.communicator_name == "shared memory"
+    assert twin.state.engine.communicator_name == COMMUNICATOR
     assert twin.counters.overflow_places == 0
     buckets, units = twin.state.plan.num_buckets, len(twin.state.plan.units)
     assert (buckets > 8, units) == {None: (False, 4), 0.0005: (True, 4), 25: (False, 2)}[cap]
@@ -125,7 +125,7 @@ def test_bucket_cap_does_not_change_numbers() -> None:
             optimizer.zero_grad()
             next_token_loss(model, tokens_for(step, dist.get_rank())).backward()
             optimizer.step()
-        pieces = {p.name: (p.piece.start, p.sharded.detach().flatten()) for p in model._fsdp_state.params}
+        pieces = {p.name: (p.piece.start, p.sharded.detach().flatten().cpu()) for p in model._fsdp_state.params}
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, pieces)
         results.append(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pool import DEVICE
 from torch import nn
 
 from torchtitan_npu.fsdp import FSDP
@@ -40,6 +41,8 @@ class SmallModel(nn.Module):
         self.embed = nn.Embedding(VOCAB, dim)
         self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
         self.head = nn.Linear(dim, VOCAB)
+        if DEVICE != "cpu":
+            self.to(DEVICE)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -50,7 +53,8 @@ class SmallModel(nn.Module):
 
 def tokens_for(step: int, rank: int, batch: int = 2, length: int = 5) -> torch.Tensor:
     """(batch, length) token ids that differ by step and rank."""
-    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1000 * step + rank))
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, VOCAB, (batch, length), generator=generator).to(DEVICE)
 
 
 def next_token_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -63,7 +67,7 @@ def squared_loss(model: Any, x: Any) -> torch.Tensor:
 
 def floats_for(step: int, rank: int, *shape: int) -> torch.Tensor:
     """Standard normal values that differ by step and rank."""
-    return torch.randn(*(shape or (4, DIM)), generator=torch.Generator().manual_seed(1000 * step + rank))
+    return torch.randn(*(shape or (4, DIM)), generator=torch.Generator().manual_seed(1000 * step + rank)).to(DEVICE)
 
 
 def part_of(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
@@ -93,9 +97,9 @@ class Twin:
         two_levels = isinstance(mesh, list) and isinstance(mesh[0], list)
         self.rows: list[list[int]] = mesh if two_levels else [list(range(self.size))]  # type: ignore[assignment]
         torch.manual_seed(0)
-        self.plain = make()
+        self.plain = make().to(DEVICE)
         torch.manual_seed(0)
-        self.model: Any = FSDP(make(), **options)
+        self.model: Any = FSDP(make().to(DEVICE), **options)
         self.state = state_of(self.model)
 
     def backward(self, step: int) -> torch.Tensor:
