@@ -38,9 +38,9 @@ def rotary_tables(
 def apply_rotary(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate every pair of coordinates of ``x`` by the angle of its position.
 
-    On NPUs aclnnRotaryPositionEmbedding, which takes one dtype: 1 launch in forward and 2 in backward (the other way
-    round, and the sines' sign) for fp32, where plain operators need 7 and 9; for half precisions 2 more each, which
-    widen and narrow.
+    On NPUs aclnnRotaryPositionEmbedding, which takes one dtype: for fp32 1 launch in forward and 2 in backward (the
+    other way round, and the sines' sign), where plain operators need 7 and 8; for half precisions, which are widened
+    and narrowed, 3 and 4 instead of 8 and 13.
 
     Args:
         x_BHTD: queries or keys ``[B, H, T, D]``.
