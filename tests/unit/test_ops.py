@@ -143,7 +143,7 @@ def test_attention_stays_inside_documents(heads: int, kv_heads: int, flash: bool
 def test_an_id_that_comes_again_is_another_document() -> None:
     documents = Documents.from_ids(torch.tensor([[5, 5, 1, 5]]))
     assert documents.ends_N.tolist() == [2, 3, 4]
-    assert documents.hidden()[0, 0].tolist() == [
+    assert documents.hidden[0, 0].tolist() == [
         [False, True, True, True],
         [False, False, True, True],
         [True, True, False, True],

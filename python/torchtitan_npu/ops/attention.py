@@ -51,6 +51,6 @@ def _plain_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents: 
     if documents is None:
         hidden = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(1)
     else:
-        hidden = documents.hidden()[:, None]
+        hidden = documents.hidden[:, None]
     weights_BKGTT = scores_BKGTT.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(v_BKTD.dtype)
     return (weights_BKGTT.view(B, K, G * T, T) @ v_BKTD).view(B, H, T, D)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +44,12 @@ class Documents:
         numbers_BT = last_BT.cumsum(1) - last_BT.long()
         return cls(numbers_BT.to(device, non_blocking=True), last_BT.flatten().nonzero().flatten() + 1)
 
+    @functools.cached_property
     def hidden(self) -> Tensor:
-        """bool ``[B, 1, T, T]``: True where position t (rows) may not see position s: later, or another document."""
+        """bool ``[B, 1, T, T]``: True where position t (rows) may not see position s: later, or another document.
+
+        One tensor for all layers.
+        """
         other_BTT = self.ids_BT[:, :, None] != self.ids_BT[:, None, :]
         T = self.ids_BT.shape[1]
         later_TT = torch.ones(T, T, dtype=torch.bool, device=self.ids_BT.device).triu(1)

@@ -45,7 +45,7 @@ def flash_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents: D
         grouped = k_BKTD.shape[1] != q_BHTD.shape[1]
         if documents is None:
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
-        visible = documents.hidden().logical_not_()
+        visible = documents.hidden.logical_not()
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=visible, enable_gqa=grouped)
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
