@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch_npu  # noqa: F401 - makes the device type "npu"
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_npu.config import ModelConfig
+from torchtitan_npu.fsdp.activation_checkpointing import SelectivePolicy
 from torchtitan_npu.models import build_model
 from torchtitan_npu.ops import (
     Documents,
@@ -137,6 +140,16 @@ def count_attention() -> None:
     rows = [random(2, 7, n, 8, seed=i) for i, n in enumerate((4, 2, 2))]
     repeat(by_position(lambda q, k, v: attention(q, k, v, flash=True)), rows)
     repeat(lambda q, k, v: attention(q, k, v, flash=True), [random(2, n, 7, 8, seed=n) for n in (4, 2, 2)])
+
+
+def count_selective() -> None:
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        return create_selective_checkpoint_contexts(SelectivePolicy())
+
+    def recomputed(*qkv: Tensor) -> Tensor:
+        return checkpoint(lambda *x: attention(*x, flash=True), *qkv, use_reentrant=False, context_fn=contexts)
+
+    repeat(by_position(recomputed), [random(2, 7, n, 8, seed=i) for i, n in enumerate((4, 2, 2))])
 
 
 def count_documents() -> None:

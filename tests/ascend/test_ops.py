@@ -28,6 +28,8 @@ MASK = {"aclnnInplaceOne": 1, "aclnnTriu": 1}
 LAUNCHES = {
     # by position and by head
     "attention": MASK | {"aclnnFlashAttentionScore": 6, "aclnnFlashAttentionScoreGrad": 6},
+    # recomputed in backward, but for the attention
+    "selective": MASK | {"aclnnFlashAttentionScore": 3, "aclnnFlashAttentionScoreGrad": 3},
     "documents": MASK | {"aclnnFlashAttentionVarLenScore": 3, "aclnnFlashAttentionUnpaddingScoreGrad": 3},
     "others": {
         "aclnnRmsNorm": 3,
