@@ -51,6 +51,23 @@ def test_one_process(make_workspace: Callable[..., Workspace], strategy: str) ->
     assert work.metrics() == metrics
 
 
+def test_attention_inside_documents(make_workspace: Callable[..., Workspace]) -> None:
+    """``data.document_mask`` is the same with both attentions and strategies, and not the same as without it."""
+    runs = {
+        "plain": ["--data.document_mask", "true", "--parallel.strategy", "ddp"],
+        "flash": ["--data.document_mask", "true", "--model.use_flash_attention", "true"],
+        "without": [],
+    }
+    losses = {}
+    for name, flags in runs.items():
+        work = make_workspace(name, *flags)
+        result = work.train()
+        assert result.returncode == 0, result.stderr
+        losses[name] = [loss for loss, _ in work.losses()]
+    assert losses["flash"] == pytest.approx(losses["plain"], rel=1e-4)
+    assert losses["without"] != pytest.approx(losses["plain"], rel=1e-4)
+
+
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, str]:
     """Six steps of ``strategy: fsdp`` on two ranks, and what they printed: the run that others are compared with."""

@@ -295,7 +295,6 @@ def test_a_rule_is_not_checked_on_invalid_values(tmp_path: Path) -> None:
     [
         ("parallel.tp_degree", 2),
         ("training.checkpoint.save_interval_minutes", 5),
-        ("data.document_mask", True),
         ("data.num_workers", 1),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_npu.config import ModelConfig, preset
 from torchtitan_npu.models import build_model
-from torchtitan_npu.ops import cross_entropy
+from torchtitan_npu.ops import Documents, cross_entropy
 
 
 def _small(**overrides: object) -> ModelConfig:
@@ -148,6 +148,15 @@ def test_too_long_an_input_is_refused() -> None:
         _seeded(_small())(torch.zeros(1, 33, dtype=torch.int64))
 
 
-def test_document_mask_is_refused() -> None:
-    with pytest.raises(ValueError, match="data.document_mask=true is not supported"):
-        build_model(_small(), document_mask=True)
+@pytest.mark.parametrize("flash", [False, True])
+def test_documents_of_a_row_do_not_see_each_other(flash: bool) -> None:
+    """Logits are those of each document in a row of its own: positions that begin elsewhere change roundings only."""
+    model = _seeded(_small(use_flash_attention=flash))
+    tokens = torch.randint(200, (2, 16), generator=torch.Generator().manual_seed(2))
+    ids = torch.tensor([[0] * 5 + [1] + [2] * 10, [0] * 16])
+    with torch.no_grad():
+        together = model(tokens, Documents.from_ids(ids))
+        for row, start, end in ((0, 0, 5), (0, 5, 6), (0, 6, 16), (1, 0, 16)):
+            alone = model(tokens[row : row + 1, start:end])
+            torch.testing.assert_close(together[row : row + 1, start:end], alone, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(together[0, 6:], model(tokens)[0, 6:], atol=1e-2)

@@ -6,8 +6,26 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_npu.ops import IGNORE_INDEX, apply_rotary, attention, cross_entropy, rms_norm, rotary_tables
+from torchtitan_npu.fsdp.activation_checkpointing import SelectivePolicy
+from torchtitan_npu.ops import (
+    IGNORE_INDEX,
+    Documents,
+    apply_rotary,
+    attention,
+    cross_entropy,
+    flash_attention,
+    flash_cpu,
+    rms_norm,
+    rotary_tables,
+    swiglu,
+)
+
+# Two rows of 7: documents of 3, 1, 3 tokens and of 1, 6; the last id of the first row comes again in the second.
+DOCUMENT_IDS = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [2, 3, 3, 3, 3, 3, 3]])
+SPANS = [(0, 0, 3), (0, 3, 4), (0, 4, 7), (1, 0, 1), (1, 1, 7)]
 
 
 def _qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -49,6 +67,142 @@ def test_gradients_of_flash_and_plain_agree() -> None:
         gradients.append([q.grad, k.grad, v.grad])
     for plain, flash_gradient in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, flash_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_flash_on_the_cpu_is_scaled_dot_product_attention_bit_for_bit(dtype: torch.dtype, transposed: bool) -> None:
+    results = []
+    for own in (True, False):
+        q, k, v = (x.detach().requires_grad_() for x in _qkv(4, 2, dtype))
+        views = [x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x for x in (q, k, v)]
+        if own:
+            out = flash_attention(*views)
+        else:
+            out = F.scaled_dot_product_attention(*views, is_causal=True, enable_gqa=True)
+        out.backward(torch.ones_like(out).cumsum(-1))
+        results.append((out, out.stride(), q.grad, k.grad, v.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+@pytest.mark.parametrize("documents", [None, Documents.from_ids(DOCUMENT_IDS)], ids=["rows", "documents"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_operator_keeps_to_torchs_rules(documents: Documents | None, dtype: torch.dtype) -> None:
+    """Schema, autograd registration, fake results and dynamic shapes."""
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in _qkv(4, 2, dtype))
+    ends = None if documents is None else documents.ends_N
+    operators = torch.ops.torchtitan_npu
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    torch.library.opcheck(operators.flash_attention.default, (q, k, v, ends, "BSND"), **tolerance)
+    out, high, total = (x.detach() for x in operators.flash_attention(q, k, v, ends, "BSND"))
+    inputs = [x.detach() for x in (torch.ones_like(out), q, k, v)]
+    torch.library.opcheck(
+        operators.flash_attention_backward.default, (*inputs, out, high, total, ends, "BSND"), **tolerance
+    )
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_attention_compiles_whole(flash: bool) -> None:
+    """Also with documents, whose number is free."""
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for ids in (None, DOCUMENT_IDS, torch.zeros(2, 7, dtype=torch.int64)):
+        documents = None if ids is None else Documents.from_ids(ids)
+        gradients = []
+        for function in (attention, compiled):
+            q, k, v = _qkv(4, 2)
+            out = function(q, k, v, flash=flash, documents=documents)
+            out.square().sum().backward()
+            gradients.append([out, q.grad, k.grad, v.grad])
+        for eager, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(eager, other)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_attention_stays_inside_documents(heads: int, kv_heads: int, flash: bool) -> None:
+    """Values and gradients are those of each document alone."""
+    documents = Documents.from_ids(DOCUMENT_IDS)
+    assert documents.ends_N.tolist() == [3, 4, 7, 8, 14]
+    weight = torch.randn(2, heads, 7, 6, generator=torch.Generator().manual_seed(1))
+    q, k, v = _qkv(heads, kv_heads)
+    out = attention(q, k, v, flash=flash, documents=documents)
+    (out * weight).sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    for row, start, end in SPANS:
+        part = F.scaled_dot_product_attention(
+            *(x[row : row + 1, :, start:end] for x in exact), is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(out[row : row + 1, :, start:end].double(), part, rtol=1e-5, atol=1e-6)
+        (part * weight[row : row + 1, :, start:end]).sum().backward()
+    for ours, theirs in zip((q, k, v), exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_an_id_that_comes_again_is_another_document() -> None:
+    documents = Documents.from_ids(torch.tensor([[5, 5, 1, 5]]))
+    assert documents.ends_N.tolist() == [2, 3, 4]
+    assert documents.hidden[0, 0].tolist() == [
+        [False, True, True, True],
+        [False, False, True, True],
+        [True, True, False, True],
+        [True, True, True, False],
+    ]
+
+
+def test_documents_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"integers \[B, T\] on the CPU, got torch.float32"):
+        Documents.from_ids(torch.zeros(2, 7))
+    q, k, v = _qkv(4, 2)
+    for flash in (False, True):
+        with pytest.raises(ValueError, match=r"documents of a batch \(2, 6\) do not fit q \(2, 4, 7, 6\)"):
+            attention(q, k, v, flash=flash, documents=Documents.from_ids(DOCUMENT_IDS[:, 1:]))
+
+
+def test_selective_checkpointing_keeps_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    kernel = flash_cpu.forward
+    monkeypatch.setattr(flash_cpu, "forward", lambda *args: calls.append(1) or kernel(*args))
+
+    def contexts():
+        return create_selective_checkpoint_contexts(SelectivePolicy())
+
+    for options, expected in (({}, 2), ({"context_fn": contexts}, 1)):
+        calls.clear()
+        q, k, v = _qkv(4, 2)
+        checkpoint(
+            lambda q, k, v: flash_attention(q.sin(), k, v).cos(), q, k, v, use_reentrant=False, **options
+        ).sum().backward()
+        assert len(calls) == expected
+
+
+def test_flash_refuses_dtypes_without_a_kernel() -> None:
+    q, k, v = _qkv(4, 2)
+    with pytest.raises(ValueError, match="q is torch.float32, k torch.float64 and v torch.float32"):
+        flash_attention(q, k.double(), v)
+    with pytest.raises(ValueError, match="no kernel of cpu takes torch.int64; cast q, k and v to float32, float16"):
+        flash_attention(*(x.detach().long() for x in (q, k, v)))
+
+
+def test_flash_casts_under_autocast_as_torch_does() -> None:
+    q, k, v = _qkv(4, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = flash_attention(q, k, v)
+        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, theirs)
+
+
+def test_swiglu_is_the_formula() -> None:
+    gate, up = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, 5.0]])
+    # 1 / (1 + e^-1) * 3 and -2 / (1 + e^2) * 5
+    expected = torch.tensor([[3.0 / (1 + math.exp(-1)), -10.0 / (1 + math.exp(2))]])
+    torch.testing.assert_close(swiglu(gate, up), expected)
+    with pytest.raises(ValueError, match="must be alike"):
+        swiglu(gate, up[:, :1])
+    with pytest.raises(ValueError, match="must be alike"):
+        swiglu(gate, up.double())
 
 
 def test_attention_in_bf16_keeps_the_dtype_and_softmax_precision() -> None:

@@ -138,7 +138,7 @@ class DataConfig:
     eos_id: NonNegativeInt | None = None
     """The token id that `append_eos` appends."""
     document_mask: bool = False
-    """Keep attention inside a document when several share a sequence."""
+    """Keep attention inside a document when several share a sequence; false lets it reach back into earlier ones."""
     shuffle: bool = True
     """Shuffle the documents, anew each epoch, by `training.seed`."""
     num_workers: NonNegativeInt = 0

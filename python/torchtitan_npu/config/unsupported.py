@@ -23,7 +23,6 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported(
         "training.checkpoint.save_interval_minutes", "> 0", lambda minutes: minutes > 0, "use save_interval (steps)"
     ),
-    Unsupported("data.document_mask", "true", lambda mask: mask, "set it to false"),
     Unsupported("data.num_workers", "> 0", lambda workers: workers > 0, "set it to 0"),
 )
 """These values are errors."""

@@ -42,6 +42,7 @@ ATTENTIONS = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_fused_attention_overrideable",
+        "torchtitan_npu::flash_attention",
         "npu::npu_fusion_attention",
         "npu::npu_fusion_attention_v2",
     }

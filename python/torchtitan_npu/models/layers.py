@@ -57,22 +57,22 @@ class RotaryEmbedding(nn.Module):
     rounded to bf16 lose the relative position at long context.
     """
 
-    cos_TP: Tensor
-    sin_TP: Tensor
+    cos_TD: Tensor
+    sin_TD: Tensor
 
     def __init__(self, head_dim: int, max_seq_len: int, *, theta: float) -> None:
         super().__init__()
         self.head_dim, self.max_seq_len, self.theta = head_dim, max_seq_len, theta
         # Not saved: the tables follow from the configuration.
-        self.register_buffer("cos_TP", torch.empty(max_seq_len, head_dim // 2), persistent=False)
-        self.register_buffer("sin_TP", torch.empty(max_seq_len, head_dim // 2), persistent=False)
+        self.register_buffer("cos_TD", torch.empty(max_seq_len, head_dim), persistent=False)
+        self.register_buffer("sin_TD", torch.empty(max_seq_len, head_dim), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        cos_TP, sin_TP = rotary_tables(self.head_dim, self.max_seq_len, self.theta, self.cos_TP.device)
-        self.cos_TP.copy_(cos_TP)
-        self.sin_TP.copy_(sin_TP)
+        cos_TD, sin_TD = rotary_tables(self.head_dim, self.max_seq_len, self.theta, self.cos_TD.device)
+        self.cos_TD.copy_(cos_TD)
+        self.sin_TD.copy_(sin_TD)
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
         T = x_BHTD.shape[-2]
-        return apply_rotary(x_BHTD, self.cos_TP[:T], self.sin_TP[:T])
+        return apply_rotary(x_BHTD, self.cos_TD[:T], self.sin_TD[:T])

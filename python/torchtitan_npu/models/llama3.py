@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_npu.config import ModelConfig
 from torchtitan_npu.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
-from torchtitan_npu.ops import attention
+from torchtitan_npu.ops import Documents, attention, swiglu
 
 _INIT_STD = 0.02
 
@@ -49,12 +49,12 @@ class Attention(nn.Module):
         self.wv = Linear(cfg.dim, cfg.n_kv_heads * self.head_dim, init_std=_INIT_STD)
         self.wo = Linear(cfg.n_heads * self.head_dim, cfg.dim, init_std=_residual_std(layer_index))
 
-    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding) -> Tensor:
+    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding, documents: Documents | None = None) -> Tensor:
         B, T, _ = x_BTM.shape
         q_BHTD = self.wq(x_BTM).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
         k_BKTD = self.wk(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v_BKTD = self.wv(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        out_BHTD = attention(rope(q_BHTD), rope(k_BKTD), v_BKTD, flash=self.flash)
+        out_BHTD = attention(rope(q_BHTD), rope(k_BKTD), v_BKTD, flash=self.flash, documents=documents)
         return self.wo(out_BHTD.transpose(1, 2).reshape(B, T, self.n_heads * self.head_dim))
 
 
@@ -68,7 +68,7 @@ class FeedForward(nn.Module):
         self.w3 = Linear(cfg.dim, cfg.ffn_dim, init_std=_INIT_STD)
 
     def forward(self, x_BTM: Tensor) -> Tensor:
-        hidden_BTF = F.silu(self.w1(x_BTM)) * self.w3(x_BTM)
+        hidden_BTF = swiglu(self.w1(x_BTM), self.w3(x_BTM))
         return self.w2(hidden_BTF)
 
 
@@ -82,8 +82,8 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.feed_forward = FeedForward(cfg, layer_index)
 
-    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding) -> Tensor:
-        x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), rope)
+    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding, documents: Documents | None = None) -> Tensor:
+        x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), rope, documents)
         return x_BTM + self.feed_forward(self.ffn_norm(x_BTM))
 
 
@@ -111,11 +111,13 @@ class Llama(nn.Module):
             if reset is not None:
                 reset()
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> Tensor:
         """Logits of the next token.
 
         Args:
             tokens_BT: int64 ``[B, T]`` in ``[0, V)``, T at most ``max_seq_len``.
+            documents: keep attention inside them. Positions still count from the beginning of the row: attention
+                depends on the distance of two positions alone.
 
         Returns:
             ``[B, T, V]`` in the dtype of the parameters (under autocast, in autocast's).
@@ -128,6 +130,6 @@ class Llama(nn.Module):
             raise ValueError(f"the input has {T} positions, more than model.max_seq_len = {self.cfg.max_seq_len}")
         x_BTM = self.tok_embeddings(tokens_BT)
         for layer in self.layers:
-            x_BTM = layer(x_BTM, self.rope)
+            x_BTM = layer(x_BTM, self.rope, documents)
         x_BTM = self.norm(x_BTM)
         return F.linear(x_BTM, self.tok_embeddings.weight) if self.output is None else self.output(x_BTM)

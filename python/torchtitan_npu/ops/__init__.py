@@ -2,7 +2,20 @@
 
 from torchtitan_npu.ops.attention import attention
 from torchtitan_npu.ops.cross_entropy import IGNORE_INDEX, cross_entropy
+from torchtitan_npu.ops.documents import Documents
+from torchtitan_npu.ops.flash_attention import flash_attention
 from torchtitan_npu.ops.norm import rms_norm
 from torchtitan_npu.ops.rotary import apply_rotary, rotary_tables
+from torchtitan_npu.ops.swiglu import swiglu
 
-__all__ = ["IGNORE_INDEX", "apply_rotary", "attention", "cross_entropy", "rms_norm", "rotary_tables"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Documents",
+    "apply_rotary",
+    "attention",
+    "cross_entropy",
+    "flash_attention",
+    "rms_norm",
+    "rotary_tables",
+    "swiglu",
+]

@@ -153,7 +153,7 @@ class ConfiguredModel:
         from torchtitan_npu.fsdp import FSDP
 
         with torch.device("meta"):
-            model = build_model(cfg.model, document_mask=cfg.data.document_mask)
+            model = build_model(cfg.model)
         self._cfg = cfg.training
         # FSDP returns the module that it was given, extended.
         self._model: Any = FSDP(model, init_seed=cfg.training.seed, **fsdp_options(cfg.parallel))  # type: ignore[call-arg]

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from torchtitan_npu.config import Config
 from torchtitan_npu.models import build_model
+from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import fsdp_options
 from torchtitan_npu.train.optimizer import decayed_names
 
@@ -43,8 +44,8 @@ class ParallelModel(Protocol):
     num_parameters: int
     """Of the whole model."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits ``[B, T, V]``."""
+    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
+        """Logits ``[B, T, V]``; with ``documents``, attention stays inside them."""
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
@@ -66,7 +67,7 @@ def parallelize(cfg: Config, device: torch.device) -> ParallelModel:
     It is built without memory first; FSDP shards it and then fills the shards, so no rank ever holds the whole model.
     """
     with torch.device("meta"):
-        model = build_model(cfg.model, document_mask=cfg.data.document_mask)
+        model = build_model(cfg.model)
     if cfg.parallel.strategy == "ddp":
         return ReplicatedModel(model, cfg, device)
     return ShardedModel(model, cfg, device)
@@ -104,8 +105,8 @@ class ShardedModel:
         )
         self.module = cast(nn.Module, self._model)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self._model(tokens_BT)
+    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
+        return self._model(tokens_BT, documents)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -142,10 +143,10 @@ class ReplicatedModel:
         if cfg.parallel.reduce_dtype == "bf16":
             self._ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
         dtype = self._autocast_dtype
         with torch.autocast(self._device_type, dtype=dtype, enabled=dtype is not None):
-            return self._ddp(tokens_BT)
+            return self._ddp(tokens_BT, documents)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if last else self._ddp.no_sync()

@@ -13,6 +13,7 @@ from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, TrainSta
 from torchtitan_npu.config import Config, RunArgs, to_dict, validate_world
 from torchtitan_npu.data import Batch
 from torchtitan_npu.launch import Environment, gather_rows, gather_texts, together
+from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import estimate_memory
 from torchtitan_npu.train.loss import count_valid_labels, step_loss
 from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
@@ -167,8 +168,10 @@ class Trainer:
         losses = []
         for index, batch in enumerate(batches):
             inputs, labels = (t.to(self.device, non_blocking=True) for t in (batch.inputs, batch.labels))
+            masked = self.cfg.data.document_mask
+            documents = Documents.from_ids(batch.document_ids, self.device) if masked else None
             with self.model.micro_batch(last=index == len(batches) - 1):
-                logits_BTV = self.model.forward(inputs)
+                logits_BTV = self.model.forward(inputs, documents)
                 scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.dp_degree)
                 self.scaler.scale(scaled).backward()
             losses.append(total)
