@@ -68,6 +68,7 @@ class Rank:
         if engine == "single":
             model = model.bfloat16()  # the operators that FSDP's modules run, too
         self.model = wrap(engine, model.to("npu"), "bf16", bucket_cap_mb, "npu")
+        torch.npu.empty_cache()  # the whole model was there for a moment
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, foreach=True)
         generator = torch.Generator().manual_seed(1 + spec["rank"])
         tokens_BT = torch.randint(shape.vocab, (shape.batch, shape.seq + 1), generator=generator).to("npu")
