@@ -53,15 +53,16 @@ Owned<AclTensor> tensor(const std::byte* where, DType dtype, std::size_t numel, 
 
 using SecondPhase = AclStatus (*)(void*, std::uint64_t, AclOpExecutor*, AclStream);
 
-// An aclnn operator: `prepare(handles…, bytes, executor)` is its first phase; the handles live until its second phase has
-// returned.
+// An aclnn operator: `prepare(handles…, bytes, executor)` is its first phase; the handles live until its second phase
+// has returned.
 template <typename Prepare, typename... Handles>
 void launch(Queue& queue, const char* name, const Prepare& prepare, SecondPhase second, Handles... handles) {
   std::uint64_t bytes = 0;
   AclOpExecutor* executor = nullptr;
   if (const AclStatus status = prepare(handles.get()..., &bytes, &executor); status != kSuccess) {
     const char* said = ascendcl().aclGetRecentErrMsg();
-    throw Error(str(name, " failed: ", explain(Source::kAcl, status), said == nullptr ? "" : str(". CANN says: ", said)));
+    throw Error(
+        str(name, " failed: ", explain(Source::kAcl, status), said == nullptr ? "" : str(". CANN says: ", said)));
   }
   // std::function must be copyable, and the handles are not.
   const auto alive = std::make_shared<std::tuple<Handles...>>(std::move(handles)...);

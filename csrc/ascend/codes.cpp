@@ -17,7 +17,8 @@ struct Entry {
 
 constexpr const char* kReadLog = "Read the first error in ~/ascend/log (or $ASCEND_PROCESS_LOG_PATH) of that rank";
 constexpr const char* kReport = "This is a fault of the program: report it with the log of that rank";
-constexpr const char* kVersions = "Run `torchtitan-npu doctor` and install the driver, firmware and CANN that belong together";
+constexpr const char* kVersions =
+    "Run `torchtitan-npu doctor` and install the driver, firmware and CANN that belong together";
 constexpr const char* kLessMemory =
     "Lower training.batch_size, turn on training.activation_checkpointing, or lower parallel.bucket_cap_mb; other "
     "processes on the card show in `npu-smi info`";

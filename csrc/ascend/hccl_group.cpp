@@ -13,7 +13,8 @@ namespace {
 void check(HcclStatus status, const char* what) {
   if (status != 0) {
     const char* said = ascendcl().aclGetRecentErrMsg();
-    throw Error(str(what, " failed: ", explain(Source::kHccl, status), said == nullptr ? "" : str(". CANN says: ", said)));
+    throw Error(
+        str(what, " failed: ", explain(Source::kHccl, status), said == nullptr ? "" : str(". CANN says: ", said)));
   }
 }
 

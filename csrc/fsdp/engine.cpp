@@ -131,17 +131,17 @@ void Engine::launch_queued(bool wait_for_first) {
   while (!queue_.empty()) {
     const std::int32_t unit = queue_.front().unit;
     const auto place = static_cast<std::uint32_t>(queue_.front().place);
-    if (!comm_.place_is_free(place)) {
-      if (!wait_for_first) {
-        return;
-      }
-      const Timer timer(counters_.wait_seconds);
-      comm_.wait_place_free(place);
+    if (!wait_for_first && !comm_.place_is_free(place)) {
+      return;
     }
     wait_for_first = false;
     const Queued queued = queue_.front();
     {
       const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
+      {
+        const Timer timer(counters_.wait_seconds);
+        comm_.wait_place_free(place);
+      }
       launch_gather(queued);
       if (queued.abandoned) {
         comm_.release(place);

@@ -5,9 +5,9 @@
 //   reduce  every rank has written its gradients of a bucket (all N segments) somewhere into its reduce memory;
 //           afterwards each rank can sum its own segment over all ranks.
 //
-// On a device with lanes, launch_gather and release are called in the gather lane, launch_reduce, close_round,
-// my_segment_everywhere and finish_reduce in the reduce lane, wait_gather in the compute lane; "written" and "readable"
-// then mean: for work that the calling thread submits to that lane afterwards.
+// On a device with lanes, wait_place_free, launch_gather and release are called in the gather lane, launch_reduce,
+// close_round, my_segment_everywhere and finish_reduce in the reduce lane, wait_gather in the compute lane; "written"
+// and "readable" then mean: for work that the calling thread submits to that lane afterwards.
 //
 // Both are split into launch and wait, so that publishing early hides stragglers. Ranks run the same program: gathers
 // are launched in the same order everywhere, and each carries a tag that all ranks compare. Reductions are matched by
@@ -102,8 +102,9 @@ class Communicator {
   virtual std::size_t buffer_bytes() const { return 0; }
 
   // ---- gather -------------------------------------------------------------------------------------------------------
-  // Whether every rank has released what the place held before, so that its segments may be written.
+  // Whether every rank has released what the place held before: then wait_place_free() returns at once.
   virtual bool place_is_free(std::uint32_t place) = 0;
+  // Its segments may be written from here on.
   virtual void wait_place_free(std::uint32_t place) = 0;
   // My segments at `place` are written. Valid until release(place).
   virtual void launch_gather(std::uint32_t place, const Tag& tag, std::span<const Segments> buckets) = 0;

@@ -320,16 +320,16 @@ bool C10dCommunicator::place_is_free(std::uint32_t place) {
 
 void C10dCommunicator::wait_place_free(std::uint32_t place) {
   const auto found = leftovers_.find(place);
-  if (found != leftovers_.end()) wait(*found->second, false);
+  if (found == leftovers_.end()) return;
+  wait(*found->second, false);
+  wait_for_data(*found->second);  // before anything is written there
+  leftovers_.erase(found);
 }
 
 void C10dCommunicator::launch_gather(std::uint32_t place, const runtime::Tag& tag,
                                      std::span<const runtime::Segments> buckets) {
   check_not_failed();
-  if (const auto found = leftovers_.find(place); found != leftovers_.end()) {
-    wait_for_data(*found->second);
-    leftovers_.erase(found);
-  }
+  TT_CHECK(!leftovers_.contains(place), "place ", place, " is written before it is free");
   std::vector<std::pair<at::Tensor, at::Tensor>> moves;  // all, my part
   for (const auto& bucket : buckets) {
     const std::size_t mine = bucket.offset + static_cast<std::size_t>(rank_) * bucket.shard_bytes;

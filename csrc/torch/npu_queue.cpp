@@ -15,7 +15,8 @@ namespace {
 
 // The mangled name says the types of the arguments: another signature would be another name.
 constexpr const char* kRunOpApi =
-    "_ZN9at_npu6native9OpCommand11RunOpApiV2ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt8functionIFivEEb";
+    "_ZN9at_npu6native9OpCommand11RunOpApiV2ERKNSt7__cxx1112basic_stringIcSt11char_"
+    "traitsIcESaIcEEERKSt8functionIFivEEb";
 
 void* find_in_torch_npu(const char* symbol) {
   // torch_npu is in the process already, but its symbols are not global.
@@ -48,8 +49,8 @@ NpuQueue::NpuQueue(c10::Device device, const std::string& ordering) : device_(de
 
 c10::Stream NpuQueue::current() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
 
-// torch_npu waits for its queue whenever it is asked for a handle. A stream's never changes, so it is asked once, unless
-// the waiting is what is wanted.
+// torch_npu waits for its queue whenever it is asked for a handle. A stream's never changes, so it is asked once,
+// unless the waiting is what is wanted.
 ascend::AclStream NpuQueue::handle(c10::Stream stream) {
   if (run_ == nullptr) {
     return stream.native_handle();

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from launch import NPU_PYTHON
-from simulated import Run, simulator_environment
+from simulated import ROOT, Run, simulator_environment
 
 CLI = ("-m", "torchtitan_npu.cli")
 
@@ -162,6 +164,58 @@ def test_an_operator_that_fails_on_the_card_is_explained(run: Run, queue: str) -
     assert done.returncode == 1, done.stderr
     assert "ERROR: unexpected RuntimeError: " in done.stderr
     assert "ERROR: ACL_ERROR_RT_AICORE_EXCEPTION (507015): an operator failed on the card" in done.stderr
+
+
+CONFIG = """
+model:
+  {name: llama3_debug, dim: 48, n_layers: 2, n_heads: 4, n_kv_heads: 2, ffn_dim: 88, vocab_size: 61, max_seq_len: 32}
+training: {batch_size: 2, seq_len: 32, learning_rate: 2e-3, max_steps: 2, log_interval: 1}
+parallel: {dtype: fp32, device: npu}
+"""
+
+
+def train(simulator: Path, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks on two simulated cards, as a user starts them."""
+    with open(folder / "data.jsonl", "w") as file:
+        for document in range(20):
+            tokens = [(document * 7 + position * 3) % 61 for position in range(40)]
+            file.write(json.dumps({"tokens": tokens, "length": len(tokens)}) + "\n")
+    (folder / "tiny.yaml").write_text(CONFIG)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = ["torchrun", "--nproc_per_node", "2", "--master_port", str(port), str(ROOT / "train.py")]
+    paths = ["--config", folder / "tiny.yaml", "--data_dir", folder / "data.jsonl"]
+    paths += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "logs"]
+    return run_cli(simulator, *CLI, "simulate", "--npus", "2", "--", *launch, *map(str, paths), **more)
+
+
+def test_training_says_what_it_runs_on(simulator: Path, tmp_path: Path) -> None:
+    """R51: the effective values, once. 2 x 32 x 48 x 4 bytes are less than one MiB."""
+    done = train(simulator, tmp_path, HCCL_BUFFSIZE="16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("HCCL: 2 x 16 MiB of the card for each communicator (HCCL_BUFFSIZE)") == 1
+    advice = "CANN's advice for HCCL_BUFFSIZE here: batch_size 2 x seq_len 32 x dim 48 x 4 bytes = 1 MiB; in effect: 16"
+    assert done.stdout.count(advice) == 1
+    assert "data-parallel degree 2, on simulated Ascend910B2 each" in done.stdout
+    assert "[Step 2] loss=" in done.stdout
+
+
+def test_a_variable_that_is_wrong_stops_training(simulator: Path, tmp_path: Path) -> None:
+    done = train(simulator, tmp_path, HCCL_BUFFSIZE="200M")
+    assert done.returncode != 0
+    assert "ERROR: HCCL_BUFFSIZE=200M must be a whole number of MiB" in done.stderr
+    assert "unexpected" not in done.stderr
+
+
+def test_a_rank_that_does_not_come_is_named(simulator: Path, tmp_path: Path) -> None:
+    """torch_npu's own message has no number there: "ACL stream synchronize failed."."""
+    fault = "hccl_timeout:HcclAllGather:3:rank1"
+    done = train(simulator, tmp_path, TT_SIM_FAULT=fault, HCCL_EXEC_TIMEOUT="4")
+    assert done.returncode != 0
+    assert "ERROR: stopped, because another rank is gone or did not come: " in done.stderr
+    assert "ACL_ERROR_RT_FFTS_PLUS_TIMEOUT (507048)" in done.stderr
+    assert "ERROR: unexpected" not in done.stderr
 
 
 def test_the_console_script_is_this_package() -> None:

@@ -616,7 +616,7 @@ class Run:
         want = self.plain.state_dict()
         if kind is StateDictType.FULL_STATE_DICT:
             assert list(saved) == (list(want) if self.rank == 0 else [])
-            assert all(torch.equal(saved[key], want[key]) for key in saved)
+            assert all(torch.equal(saved[key], want[key].cpu()) for key in saved)
             halved = {key: value * 0.5 if value.is_floating_point() else value for key, value in want.items()}
             self.model.load_state_dict(halved)
         else:
@@ -659,7 +659,7 @@ def parts_dtype(parts: list[torch.Tensor | None]) -> torch.dtype:
 
 
 def sum_in_order(parts: list[torch.Tensor | None], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    total = torch.zeros(shape, dtype=dtype)
+    total = torch.zeros(shape, dtype=dtype, device=DEVICE)
     for part in parts:
         if part is not None:
             total = total + part.to(dtype)

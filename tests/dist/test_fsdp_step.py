@@ -125,7 +125,7 @@ def test_bucket_cap_does_not_change_numbers() -> None:
             optimizer.zero_grad()
             next_token_loss(model, tokens_for(step, dist.get_rank())).backward()
             optimizer.step()
-        pieces = {p.name: (p.piece.start, p.sharded.detach().flatten()) for p in model._fsdp_state.params}
+        pieces = {p.name: (p.piece.start, p.sharded.detach().flatten().cpu()) for p in model._fsdp_state.params}
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, pieces)
         results.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections.abc import Iterator
 
@@ -9,6 +11,8 @@ from collections.abc import Iterator
 #            "… HCCL function error: HcclCommInitRootInfo(…), error code is 9", "NPU error,NPU error code is:507046".
 # CANN and watchdogs: "error code: [507015]", "errorCode=9".
 _CODE = re.compile(r"error ?code(?: is)?\s*[:=]?\s*\[?(\d{1,6})\b", re.IGNORECASE)
+# torch_npu's own words where it leaves the number out.
+_WITHOUT_CODE = "ACL stream synchronize failed"
 _LEAST_ACL_CODE = 100000
 _MOST_EXPLANATIONS = 3
 # What a rank sees of a peer that is gone or does not come: on its card, and from HCCL itself.
@@ -39,6 +43,10 @@ def is_collective_failure(message: str) -> bool:
 
 def _codes(message: str) -> Iterator[tuple[bool, int]]:
     """(whether it is HCCL's, code), in the order of the message."""
+    if _WITHOUT_CODE in message and _CODE.search(message) is None:
+        last = _last_error()
+        if last >= _LEAST_ACL_CODE:
+            yield False, last
     for line in message.splitlines():
         for found in _CODE.finditer(line):
             code = int(found[1])
@@ -46,3 +54,12 @@ def _codes(message: str) -> Iterator[tuple[bool, int]]:
                 yield False, code
             elif code > 0 and "hccl" in line[: found.start()].lower():
                 yield True, code
+
+
+def _last_error() -> int:
+    """AscendCL's last error in this thread; 0 if there is none, or no AscendCL in this process."""
+    try:
+        library = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD)
+        return int(library.aclrtPeekAtLastError(0))
+    except (OSError, AttributeError):
+        return 0
