@@ -62,7 +62,11 @@ MEASURES = (
     Measure("gradients_sent", "gradient bytes sent (kB)", 1e3, 0.55),
     Measure("parameters_sent", "parameter bytes sent (kB)", 1e3, 1.01),
     Measure("allocated", "peak memory in use, tensors (MB)", 1e6, 0.85),
-    Measure("memory", "peak memory of the card without communicators (MB)", 1e6),
+    Measure("rest_peak", "  before the forward (MB)", 1e6),
+    Measure("forward_peak", "  peak in the forward (MB)", 1e6),
+    Measure("backward_peak", "  peak in the backward (MB)", 1e6),
+    Measure("optimizer_peak", "  peak in the optimizer's step (MB)", 1e6),
+    Measure("memory", "peak memory of the card without communicators (MB)", 1e6, 0.85),
     Measure("communicators", "HCCL communicators' own buffers (MB)", 1e6),
 )
 
@@ -103,7 +107,8 @@ def summarize(reply: Reply) -> dict[str, float]:
         "collectives": sum(c["calls"] for c in sent.values()),
         "parameters_sent": sum(c["bytes_sent"] for name, c in sent.items() if name in GATHERS),
         "gradients_sent": sum(c["bytes_sent"] for name, c in sent.items() if name not in GATHERS),
-        "allocated": reply["allocated_peak_bytes"],
+        "allocated": max(reply["peaks"].values()),
+        **{f"{name}_peak": peak for name, peak in reply["peaks"].items()},
         "memory": reply["memory"]["peak_bytes"] - reply["memory"]["communicator_peak_bytes"],
         "communicators": reply["memory"]["communicator_peak_bytes"],
         "loss": reply["loss"],

@@ -74,13 +74,23 @@ class Rank:
         tokens_BT = torch.randint(shape.vocab, (shape.batch, shape.seq + 1), generator=generator).to("npu")
         self.inputs_BT, self.labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
 
-    def step(self) -> torch.Tensor:
-        """One training step; its loss, on the card."""
+    def step(self) -> tuple[torch.Tensor, dict[str, int]]:
+        """One training step: its loss, on the card, and the peak of the card's memory that tensors use, by phase."""
+        peaks = {"rest": torch.npu.memory_allocated()}
+
+        def phase(name: str) -> None:
+            peaks[name] = torch.npu.max_memory_allocated()
+            torch.npu.reset_peak_memory_stats()
+
+        torch.npu.reset_peak_memory_stats()
         loss = loss_of(self.model(self.inputs_BT), self.labels_BT)
+        phase("forward")
         loss.backward()
+        phase("backward")
         self.optimizer.step()
+        phase("optimizer")
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach(), peaks
 
     def count(self) -> Reply:
         """Counters of the third step, in which nothing is made that stays."""
@@ -90,9 +100,8 @@ class Rank:
         if dist.is_initialized():
             dist.barrier()  # nothing of a step before is counted: neither here nor by a peer
             torch.npu.synchronize()
-        torch.npu.reset_peak_memory_stats()
         self.statistics.reset()
-        loss = self.step()
+        loss, peaks = self.step()
         torch.npu.synchronize()
         counted = self.statistics.read()
         return {
@@ -101,7 +110,7 @@ class Rank:
             "collectives": counted["collectives"],
             "memory": counted["memory"][str(self.card)],
             "violations": counted["violations"],
-            "allocated_peak_bytes": torch.npu.max_memory_allocated(),
+            "peaks": peaks,
             "loss": loss.item(),
         }
 
