@@ -66,7 +66,7 @@ MEASURES = (
     Measure("forward_peak", "  peak in the forward (MB)", 1e6),
     Measure("backward_peak", "  peak in the backward (MB)", 1e6),
     Measure("optimizer_peak", "  peak in the optimizer's step (MB)", 1e6),
-    Measure("memory", "peak memory of the card without communicators (MB)", 1e6, 0.85),
+    Measure("card_memory", "peak memory of the card without communicators (MB)", 1e6, 0.85),
     Measure("communicators", "HCCL communicators' own buffers (MB)", 1e6),
 )
 
@@ -109,7 +109,7 @@ def summarize(reply: Reply) -> dict[str, float]:
         "gradients_sent": sum(c["bytes_sent"] for name, c in sent.items() if name not in GATHERS),
         "allocated": max(reply["peaks"].values()),
         **{f"{name}_peak": peak for name, peak in reply["peaks"].items()},
-        "memory": reply["memory"]["peak_bytes"] - reply["memory"]["communicator_peak_bytes"],
+        "card_memory": reply["memory"]["peak_bytes"] - reply["memory"]["communicator_peak_bytes"],
         "communicators": reply["memory"]["communicator_peak_bytes"],
         "loss": reply["loss"],
     }
