@@ -129,7 +129,7 @@ $(SIMULATOR)/.built: CMakeLists.txt $(shell find simulator -type f) $(NPU_VENV)/
 
 simulator: $(SIMULATOR)/.built $(NPU_VENV)/.package ## build simulated Ascend cards and .venv-npu, an environment with torch_npu for them
 
-# A third one, large, for a trainer that is not ours: what torchtitan needs does not go with what ours needs. It imports triton.
+# A third one, for a trainer that is not ours: torchtitan brings many large packages, some in older versions. It imports triton.
 TITAN_VENV := .venv-titan
 $(TITAN_VENV)/.torchtitan:
 	$(PYTHON) -m venv $(TITAN_VENV)

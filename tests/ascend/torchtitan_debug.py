@@ -35,7 +35,7 @@ def write_assets(folder: Path) -> None:
 def train(arguments: list[str]) -> None:
     import torch.distributed as dist
 
-    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it by a name that torch has from 2.14 on
+    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 asks for it; torch 2.13 has it as a private function only
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
     sys.argv = ["torchtitan.train", *arguments]
     runpy.run_module("torchtitan.train", run_name="__main__")
