@@ -129,8 +129,16 @@ $(SIMULATOR)/.built: CMakeLists.txt $(shell find simulator -type f) $(NPU_VENV)/
 
 simulator: $(SIMULATOR)/.built $(NPU_VENV)/.package ## build simulated Ascend cards and .venv-npu, an environment with torch_npu for them
 
-test-npu: $(SIMULATOR)/.built $(NPU_VENV)/.package ## run the tests of the NPU backend on simulated Ascend cards
-	OMP_NUM_THREADS=1 $(NPU_BIN)/python -m pytest tests/ascend $(ARGS)
+# A third one, for a trainer that is not ours: torchtitan brings many large packages, some in older versions. It imports triton.
+TITAN_VENV := .venv-titan
+$(TITAN_VENV)/.torchtitan:
+	$(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN_VENV)/bin/python -m pip --disable-pip-version-check install torch==$(TORCH) torch_npu==$(TORCH) numpy pyyaml setuptools \
+	  torchtitan==0.3.0 triton
+	touch $@
+
+test-npu: $(SIMULATOR)/.built $(NPU_VENV)/.package $(TITAN_VENV)/.torchtitan ## run the tests of the NPU backend on simulated Ascend cards
+	TT_TITAN_PYTHON=$(abspath $(TITAN_VENV))/bin/python OMP_NUM_THREADS=1 $(NPU_BIN)/python -m pytest tests/ascend $(ARGS)
 
 BENCHMARKS := collectives fsdp_step bucket_cap memory host_cost planning
 
@@ -162,5 +170,5 @@ sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread 
 	done
 
 clean: ## remove everything that the other targets made, work/ with the trained model too
-	rm -rf $(VENV) $(NPU_VENV) build dist work .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NPU_VENV) $(TITAN_VENV) build dist work .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,7 +34,7 @@ ENGINES: dict[str, tuple[int | None, bool]] = {
 DTYPES = ("fp32", "bf16")
 
 
-def wrap(engine: str, model: nn.Module, dtype: str, bucket_cap_mb: float | None) -> nn.Module:
+def wrap(engine: str, model: nn.Module, dtype: str, bucket_cap_mb: float | None, device: str = "cpu") -> nn.Module:
     """The model under ``engine``, one unit per block where the engine has units, torch's defaults otherwise."""
     low = torch.bfloat16 if dtype == "bf16" else None
     if engine == "ddp":
@@ -54,7 +54,7 @@ def wrap(engine: str, model: nn.Module, dtype: str, bucket_cap_mb: float | None)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
         for module in [m for m in model.modules() if isinstance(m, Block)]:
             fully_shard(module, mesh=mesh, mp_policy=policy)
