@@ -87,7 +87,8 @@ constexpr Entry kHcclCodes[] = {
     {13, "HCCL_E_TCP_TRANSFER", "a connection between ranks broke", kPeers},
     {14, "HCCL_E_ROCE_TRANSFER", "a connection between cards broke", kPeers},
     {15, "HCCL_E_RUNTIME", "the runtime of the card failed below HCCL",
-     "As a rule the driver does not belong to this CANN: run `torchtitan-npu doctor`"},
+     "If it is the first error of a run, the driver may not belong to this CANN: run `torchtitan-npu doctor`. Else "
+     "an operator or a copy failed before: read the first error in the log of that rank"},
     {16, "HCCL_E_DRV", "the driver of the card failed below HCCL", kVersions},
     {19, "HCCL_E_NETWORK", "the network between the cards failed", kNetwork},
     {20, "HCCL_E_AGAIN", "HCCL asks to try again", kReadLog},

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,6 +31,18 @@ at::Tensor part_of(const at::Tensor& memory, std::size_t offset, std::size_t byt
 
 bool any(const std::vector<std::uint64_t>& bits) {
   return std::any_of(bits.begin(), bits.end(), [](std::uint64_t word) { return word != 0; });
+}
+
+std::string said(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an unknown error";
+  }
 }
 
 std::uint64_t hash_of(const std::string& text) {  // FNV-1a
@@ -211,11 +224,11 @@ void C10dCommunicator::wait(const Job& job, bool of_reductions) {
     const auto& queue = of_reductions ? *reduction_queue_ : *gather_queue_;
     wait_until([&] { return has_arrived(job) || queue.broken(); }, describe(job.mine()), job.number(), of_reductions);
     if (const auto before = queue.broken(); before != nullptr && !has_arrived(job)) {
-      if (before->error()) throw_failure(explain(describe(before->mine()), before->error()));
+      if (before->error()) throw_error_of(*before);
       check_agreement(*before);
     }
   }
-  if (job.error()) throw_failure(explain(describe(job.mine()), job.error()));
+  if (job.error()) throw_error_of(job);
   check_agreement(job);
   if (on_host()) wait_for_data(job);
 }
@@ -267,6 +280,14 @@ void C10dCommunicator::check_notes(const std::string& of, std::uint64_t number, 
   }
 }
 
+void C10dCommunicator::throw_error_of(const Job& job) {
+  const auto of = describe(job.mine());
+  if (!job.failed_in_launch()) throw_failure(explain(of, job.error()));
+  const auto message = str(name(rank_), " could not launch ", of, ": ", said(job.error()));
+  fail(message);
+  throw Error(message);
+}
+
 std::string C10dCommunicator::explain(const std::string& of, const std::exception_ptr& error) {
   const auto deadline = Clock::now() + kDeathGrace;
   for (;;) {
@@ -285,13 +306,7 @@ std::string C10dCommunicator::explain(const std::string& of, const std::exceptio
     if (Clock::now() >= deadline) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  std::string said;
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    said = e.what();
-  }
-  return str(name(rank_), ": ", of, " failed: a peer died, failed, or did not arrive in time (", said, ")");
+  return str(name(rank_), ": ", of, " failed: a peer died, failed, or did not arrive in time (", said(error), ")");
 }
 
 void C10dCommunicator::check_not_failed() const {

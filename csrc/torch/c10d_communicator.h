@@ -121,6 +121,7 @@ class C10dCommunicator final : public runtime::Communicator {
   void wait_for_data(const Job& job);
   void check_agreement(const Job& job);
   void check_notes(const std::string& of, std::uint64_t number, bool of_reductions);
+  [[noreturn]] void throw_error_of(const Job& job);
   // Why a collective ended with an error: a peer's own words, or which peer is dead.
   std::string explain(const std::string& of, const std::exception_ptr& error);
   void check_not_failed() const;

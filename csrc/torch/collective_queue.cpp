@@ -128,7 +128,11 @@ bool CollectiveQueue::carry_out(Job& job) {
     job.agreed_ = job.agreed_ && job.header(rank) == job.mine_ && job.mine_.what != Header::What::kVoidReduction;
     in_step = in_step && same_but_void(job.header(rank), job.mine_);
   }
-  if (job.agreed_ && job.launch_) job.works_ = job.launch_(job);
+  if (job.agreed_ && job.launch_) {
+    job.in_launch_ = true;
+    job.works_ = job.launch_(job);
+    job.in_launch_ = false;
+  }
   return in_step;
 }
 

@@ -52,8 +52,9 @@ class CollectiveQueue {
     bool announced() const { return announced_.load(std::memory_order_acquire); }
 
     // Once announced():
-    std::exception_ptr error() const { return error_; }  // of the announcement or the launch
-    bool agreed() const { return agreed_; }              // all ranks mean the same, and none is void
+    std::exception_ptr error() const { return error_; }   // of the announcement or the launch
+    bool failed_in_launch() const { return in_launch_; }  // it is this rank's own failure, then
+    bool agreed() const { return agreed_; }               // all ranks mean the same, and none is void
     const std::vector<Work>& works() const { return works_; }
     Header header(int rank) const;
     const std::uint64_t* extra(int rank) const;
@@ -70,6 +71,7 @@ class CollectiveQueue {
     std::vector<std::int64_t> everyone_;
     std::vector<Work> works_;
     std::exception_ptr error_;
+    bool in_launch_ = false;
     bool agreed_ = false;
     std::atomic<bool> announced_{false};
   };

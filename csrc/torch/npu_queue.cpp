@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ascend/codes.h"
+#include "ascend/libraries.h"
 #include "base/error.h"
 
 namespace tt {
@@ -30,7 +31,9 @@ void* find_in_torch_npu(const char* symbol) {
 
 std::string describe(const char* name, int status) {
   const bool is_hccl = std::string_view(name).starts_with("Hccl");
-  return str(name, " failed: ", ascend::explain(is_hccl ? ascend::Source::kHccl : ascend::Source::kAcl, status));
+  const char* more = ascend::ascendcl().aclGetRecentErrMsg();  // of this thread
+  return str(name, " failed: ", ascend::explain(is_hccl ? ascend::Source::kHccl : ascend::Source::kAcl, status),
+             more == nullptr ? "" : str(". CANN says: ", more));
 }
 
 }  // namespace

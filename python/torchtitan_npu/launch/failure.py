@@ -47,10 +47,10 @@ def run_rank(main: Callable[[], int], env: Environment) -> int:
                 logger.error("%s", error)
             else:
                 logger.error("unexpected %s: %s", type(error).__name__, error, exc_info=error)
-                explained = explain_codes(str(error))
-                if explained:
-                    # After the traceback: the last lines are those that are read.
-                    logger.error("%s", explained)
+            explained = explain_codes(str(error))
+            if explained:
+                # After the traceback: the last lines are those that are read.
+                logger.error("%s", explained)
     if env.world_size > 1:
         _exit_at_once(status)
     return status

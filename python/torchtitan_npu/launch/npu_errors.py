@@ -11,8 +11,10 @@ from collections.abc import Iterator
 #            "… HCCL function error: HcclCommInitRootInfo(…), error code is 9", "NPU error,NPU error code is:507046".
 # CANN and watchdogs: "error code: [507015]", "errorCode=9".
 _CODE = re.compile(r"error ?code(?: is)?\s*[:=]?\s*\[?(\d{1,6})\b", re.IGNORECASE)
-# torch_npu's own words where it leaves the number out.
-_WITHOUT_CODE = "ACL stream synchronize failed"
+# torch_npu's own words where it leaves the number out: of this thread's call, and of one that its queue made. And
+# HCCL's, where the card had failed before.
+_WITHOUT_CODE = ("ACL stream synchronize failed", "The Inner error is reported as above", "HCCL_E_RUNTIME")
+_ASK_MILLISECONDS = 2000
 _LEAST_ACL_CODE = 100000
 _MOST_EXPLANATIONS = 3
 # What a rank sees of a peer that is gone or does not come: on its card, and from HCCL itself.
@@ -43,7 +45,7 @@ def is_collective_failure(message: str) -> bool:
 
 def _codes(message: str) -> Iterator[tuple[bool, int]]:
     """(whether it is HCCL's, code), in the order of the message."""
-    if _WITHOUT_CODE in message and _CODE.search(message) is None:
+    if any(words in message for words in _WITHOUT_CODE) and _CODE.search(message) is None:
         last = _last_error()
         if last >= _LEAST_ACL_CODE:
             yield False, last
@@ -57,9 +59,9 @@ def _codes(message: str) -> Iterator[tuple[bool, int]]:
 
 
 def _last_error() -> int:
-    """AscendCL's last error in this thread; 0 if there is none, or no AscendCL in this process."""
+    """AscendCL's last error in this thread, or what the card failed with; 0 if there is none, or no AscendCL here."""
     try:
         library = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD)
-        return int(library.aclrtPeekAtLastError(0))
+        return int(library.aclrtPeekAtLastError(0) or library.aclrtSynchronizeDeviceWithTimeout(_ASK_MILLISECONDS))
     except (OSError, AttributeError):
         return 0
