@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -32,6 +33,18 @@ inline void seat(c10::StorageImpl& storage, void* where) {
 inline void unseat(c10::StorageImpl& storage, const std::string& message) {
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+// A contiguous tensor at memory that it does not own. Not at::from_blob: its storage is a plain one, and torch_npu
+// reads fields of its own kind behind it.
+inline at::Tensor tensor_at(void* where, at::IntArrayRef sizes, c10::ScalarType dtype, c10::Device device) {
+  auto tensor = at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(sizes);
+  auto& storage = *tensor.storage().unsafeGetStorageImpl();
+  storage.set_data_ptr_noswap(c10::DataPtr(where, tensor.device()));
+  storage.set_nbytes(static_cast<std::size_t>(impl->numel()) * impl->itemsize());
+  return tensor;
 }
 
 // Makes `node` the gradient accumulator of a leaf. The leaf keeps a weak reference only.

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "base/error.h"
+#include "torch/compat.h"
 #include "torch/dtypes.h"
 #include "torch/stream_event.h"
 
@@ -29,9 +30,8 @@ class LaneEvent final : public runtime::Event {
 
 // A flat tensor of `numel` elements at `where`. Memory is only read where the caller has it const.
 at::Tensor elements(const std::byte* where, DType dtype, std::size_t numel, c10::Device device) {
-  return at::from_blob(
-      const_cast<std::byte*>(where), {static_cast<std::int64_t>(numel)}, [](void*) {},
-      at::TensorOptions().dtype(to_torch(dtype)).device(device), device);
+  return torch_compat::tensor_at(const_cast<std::byte*>(where), {static_cast<std::int64_t>(numel)}, to_torch(dtype),
+                                 device);
 }
 
 }  // namespace

@@ -225,9 +225,7 @@ void TorchEngine::accumulate(std::int32_t param, const at::Tensor& gradient) {
     }
   } else {
     const at::NoGradGuard no_grad;
-    auto to = at::from_blob(
-        destination.where, gradient.sizes(), [](void*) {},
-        at::TensorOptions().dtype(to_torch(destination.dtype)).device(where_), where_);
+    auto to = torch_compat::tensor_at(destination.where, gradient.sizes(), to_torch(destination.dtype), where_);
     if (destination.add) {
       to.add_(gradient);
     } else {

@@ -1,7 +1,7 @@
 """Someone else's trainer on simulated cards: torchtitan as it is on PyPI, with FSDP2, knows nothing of this project.
 
 Its requirements are many and older than ours, so it lives in an environment of its own: TT_TITAN_PYTHON names the
-interpreter, which `make test-npu` sets. Without torchtitan the test fails; it never skips.
+interpreter, which `make test-titan` sets. Without torchtitan the test fails; it never skips.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ WIDTH = 7
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
-LEAVES = ("linear", "mlp", "norm", "scalar", "odd", "lora", "experts", "sometimes", "double", "silent")
+LEAVES = ("linear", "mlp", "norm", "scalar", "odd", "lora", "experts", "sometimes", "silent") + (
+    ("double",) if DEVICE == "cpu" else ()  # NPUs multiply no float64 matrices
+)
 CONTAINERS = ("list", "dict", "attributes")
 
 

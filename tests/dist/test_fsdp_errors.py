@@ -76,7 +76,7 @@ def test_bad_options() -> None:
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be positive or None"),
         ({"bucket_cap_mb": -1.0}, "bucket_cap_mb must be positive or None"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecisionPolicy or None, got dtype"),
-        ({"communicator": "nccl"}, "communicator must be one of auto, shared_memory, c10d, got 'nccl'"),
+        ({"communicator": "nccl"}, "communicator must be one of auto, shared_memory, c10d, hccl, got 'nccl'"),
         ({"prefetch": -1}, r"prefetch must be a whole number of units, 0 \(gather at use\) or more, got -1"),
         ({"prefetch": True}, "prefetch must be .* got True"),
         ({"auto_wrap_policy": lambda m: isinstance(m, nn.ModuleList)}, "chose 'layers', a container without a forward"),
