@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -121,17 +122,28 @@ class Server {
     const Introduction& first = members_.front().introduction;
     const std::string name =
         first.name[0] != '\0' ? std::string(first.name) : "simulated-hccl-" + random_name().substr(0, 12);
-    for (const Member& member : members_) send_message(member.connection.get(), kTable + name, descriptors);
+    for (const Member* member : in_order_of_telling()) {
+      send_message(member->connection.get(), kTable + name, descriptors);
+    }
   }
 
   void refuse(HcclResult code, const std::string& text) {
-    for (const Member& member : members_) {
+    for (const Member* member : in_order_of_telling()) {
       try {
-        send_message(member.connection.get(), std::string(1, kRefusal) + static_cast<char>(code) + text, {});
+        send_message(member->connection.get(), std::string(1, kRefusal) + static_cast<char>(code) + text, {});
       } catch (const std::exception&) {
         // It went away: it is told nothing.
       }
     }
+  }
+
+  // Members in this process last: a rank that has been told may end, and this thread with it.
+  std::vector<const Member*> in_order_of_telling() const {
+    std::vector<const Member*> members;
+    for (const Member& member : members_) members.push_back(&member);
+    std::stable_partition(members.begin(), members.end(),
+                          [](const Member* member) { return process_of_peer(member->connection.get()) != getpid(); });
+    return members;
   }
 
   std::string missing() const {

@@ -33,11 +33,14 @@ FileDescriptor make_socket() {
   return made;
 }
 
-bool peer_is_same_user(int connection) {
+ucred peer_of(int connection) {
   ucred peer{};
   socklen_t bytes = sizeof(peer);
-  return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
+  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) fail("getsockopt(SO_PEERCRED)");
+  return peer;
 }
+
+bool peer_is_same_user(int connection) { return peer_of(connection).uid == geteuid(); }
 
 }  // namespace
 
@@ -86,6 +89,8 @@ FileDescriptor accept_peer(int listener) {
   if (connection && !peer_is_same_user(connection.get())) return FileDescriptor();
   return connection;
 }
+
+pid_t process_of_peer(int connection) { return peer_of(connection).pid; }
 
 void send_message(int socket, const std::string& bytes, const std::vector<int>& descriptors) {
   iovec data{const_cast<char*>(bytes.data()), bytes.size()};

@@ -2,6 +2,8 @@
 // lies in the file system, and nothing is left when a process is killed.
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <string>
 #include <vector>
@@ -26,6 +28,7 @@ FileDescriptor listen_at(const std::string& name);
 FileDescriptor connect_to(const std::string& name);
 // Null for a peer of another user, which is dropped.
 FileDescriptor accept_peer(int listener);
+pid_t process_of_peer(int connection);
 void send_message(int socket, const std::string& bytes, const std::vector<int>& descriptors);
 // False at the deadline. A closed connection is an empty message.
 bool receive_message(int socket, Clock::time_point deadline, Message& message);
