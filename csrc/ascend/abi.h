@@ -75,6 +75,9 @@ struct AclOpExecutor;
   X(HcclStatus, HcclReduceScatter,                                                                                    \
     (void* send, void* recv, std::uint64_t recv_count, HcclDataType dtype, HcclReduceOp op, HcclComm comm,            \
      AclStream stream))                                                                                               \
+  X(HcclStatus, HcclAllReduce,                                                                                        \
+    (void* send, void* recv, std::uint64_t count, HcclDataType dtype, HcclReduceOp op, HcclComm comm,                 \
+     AclStream stream))                                                                                               \
   X(HcclStatus, HcclAlltoAll,                                                                                         \
     (const void* send, std::uint64_t send_count, HcclDataType send_dtype, const void* recv, std::uint64_t recv_count, \
      HcclDataType recv_dtype, HcclComm comm, AclStream stream))

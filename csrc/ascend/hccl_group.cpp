@@ -74,6 +74,12 @@ void HcclGroup::reduce_scatter(std::byte* received, std::byte* sent, std::size_t
   });
 }
 
+void HcclGroup::all_reduce(std::byte* data, std::size_t numel, DType dtype) {
+  queue_->submit("HcclAllReduce", [comm = comm_, data, numel, dtype](AclStream stream) {
+    return hccl().HcclAllReduce(data, data, numel, to_hccl(dtype), kHcclSum, comm.get(), stream);
+  });
+}
+
 std::string HcclGroup::error() const {
   HcclStatus status = 0;
   const HcclStatus asked = hccl().HcclGetCommAsyncError(comm_.get(), &status);

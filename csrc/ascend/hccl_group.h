@@ -29,6 +29,8 @@ class HcclGroup {
   void all_to_all(std::byte* received, const std::byte* sent, std::size_t bytes);
   // The sum over all ranks of my part of `sent`, which holds size() parts of `numel` elements.
   void reduce_scatter(std::byte* received, std::byte* sent, std::size_t numel, DType dtype);
+  // Replaced by the sum over all ranks.
+  void all_reduce(std::byte* data, std::size_t numel, DType dtype);
 
   // Empty, or what has gone wrong since: a peer failed, or did not come in time.
   std::string error() const;

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "host/host_device.h"
 #include "torch/c10d_communicator.h"
 #include "torch/hybrid_communicator.h"
 
@@ -33,14 +32,17 @@ void bind_c10d(py::module_& m) {
   py::class_<tt::HybridCommunicator, tt::runtime::Communicator, std::shared_ptr<tt::HybridCommunicator>>(
       m, "HybridCommunicator",
       "Collectives of a sharded model with replicas. `inner`: inside this rank's replica; `between`: the group of the "
-      "ranks that hold the same shard, `global_ranks` by name; `board`: a store of this model's own.")
+      "ranks that hold the same shard, `global_ranks` by name; `board`: a store of this model's own; `compute`: the "
+      "engine's device; `transport`: how sums travel, if not through `between`.")
       .def(py::init([](std::shared_ptr<tt::runtime::Communicator> inner, tt::HybridCommunicator::Group between,
-                       std::vector<int> global_ranks, c10::intrusive_ptr<c10d::Store> board, double timeout_seconds) {
-             return std::make_shared<tt::HybridCommunicator>(std::move(inner), std::move(between),
-                                                             std::move(global_ranks), std::move(board),
-                                                             std::make_shared<tt::host::HostDevice>(), timeout_seconds);
+                       std::vector<int> global_ranks, c10::intrusive_ptr<c10d::Store> board, c10::Device where,
+                       std::shared_ptr<tt::runtime::Device> compute, double timeout_seconds,
+                       std::shared_ptr<tt::DataTransport> transport) {
+             return std::make_shared<tt::HybridCommunicator>(
+                 std::move(inner), std::move(between), std::move(global_ranks), std::move(board),
+                 tt::HybridCommunicator::Place{where, std::move(compute)}, timeout_seconds, std::move(transport));
            }),
            py::arg("inner"), py::arg("between"), py::arg("global_ranks"), py::arg("board"), py::kw_only(),
-           py::arg("timeout_seconds"))
+           py::arg("device"), py::arg("compute"), py::arg("timeout_seconds"), py::arg("transport") = nullptr)
       .def_property_readonly("replicas", &tt::HybridCommunicator::replicas);
 }

@@ -115,15 +115,19 @@ void bind_engine(py::module_& m) {
       m, "TorchDevice", "Any device that torch knows, through torch's operators, streams and events.")
       .def(py::init<c10::Device>(), py::arg("device"));
 
+  m.def("make_device", &tt::make_device, py::arg("device"));
+
   py::class_<tt::TorchEngine, std::shared_ptr<tt::TorchEngine>>(m, "Engine", "The FSDP engine of one wrapped model.")
       .def(py::init([](std::shared_ptr<ShardPlan> plan, const Schedule& schedule,
-                       std::shared_ptr<tt::runtime::Communicator> comm, const py::weakref& owner, c10::Device where) {
+                       std::shared_ptr<tt::runtime::Communicator> comm, const py::weakref& owner, c10::Device where,
+                       std::shared_ptr<tt::runtime::Device> compute) {
              auto callbacks = callbacks_to(owner);
              const py::gil_scoped_release release;
-             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm),
-                                                      tt::make_device(where), where, std::move(callbacks));
+             return std::make_shared<tt::TorchEngine>(std::move(plan), schedule, std::move(comm), std::move(compute),
+                                                      where, std::move(callbacks));
            }),
-           py::arg("plan"), py::arg("schedule"), py::arg("communicator"), py::arg("owner"), py::arg("device"))
+           py::arg("plan"), py::arg("schedule"), py::arg("communicator"), py::arg("owner"), py::arg("device"),
+           py::arg("compute"))
       .def("master", &tt::TorchEngine::master, py::arg("bucket"))
       .def(
           "gathered_view",

@@ -148,18 +148,17 @@ Arena::Arena(const ShardPlan& plan, const Schedule& schedule) {
     }
   }
   if (schedule.replicas > 1) {
-    lay_out_staging(plan, schedule.replicas);
+    lay_out_staging(plan);
   }
 }
 
-void Arena::lay_out_staging(const ShardPlan& plan, std::int32_t replicas) {
+void Arena::lay_out_staging(const ShardPlan& plan) {
   staging_.resize(plan.buckets().size());
   std::size_t largest = 0;
   std::size_t total = 0;
   for (const std::int32_t b : reduce_order_) {
     const auto& bucket = plan.buckets()[static_cast<std::size_t>(b)];
-    const std::size_t numel =
-        runtime::staged_numel(static_cast<std::size_t>(bucket.shard_numel), bucket.params.size(), replicas);
+    const auto numel = static_cast<std::size_t>(bucket.shard_numel);
     const std::size_t bytes = align_up(numel * size_of(runtime::sum_dtype(wire_dtype(b))));
     staging_[static_cast<std::size_t>(b)].bytes = bytes;
     largest = std::max(largest, bytes);

@@ -71,7 +71,7 @@ class Arena {
   std::size_t staging_bytes() const { return staging_bytes_; }
 
  private:
-  void lay_out_staging(const ShardPlan& plan, std::int32_t replicas);
+  void lay_out_staging(const ShardPlan& plan);
 
   std::vector<Slot> places_;
   std::vector<std::int32_t> own_place_;

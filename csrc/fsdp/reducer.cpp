@@ -68,6 +68,9 @@ bool Reducer::slot_is_free(std::int32_t slot) {
 void Reducer::take_slot(std::int32_t bucket) {
   const auto assign = [&](std::int32_t slot) {
     auto& s = slots_[static_cast<std::size_t>(slot)];
+    if (s.bucket >= 0) {
+      comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
+    }
     s.taken = true;
     s.bucket = bucket;
     s.round = round_;
@@ -76,12 +79,7 @@ void Reducer::take_slot(std::int32_t bucket) {
   };
   const std::int32_t own = arena_.own_slot(bucket);
   if (own >= 0) {
-    // Its last use was in an earlier round, which ended with all ranks' sums under way.
-    const auto& s = slots_[static_cast<std::size_t>(own)];
-    if (s.bucket >= 0) {
-      comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
-    }
-    assign(own);
+    assign(own);  // its last use was in an earlier round
     return;
   }
   for (;;) {
@@ -112,12 +110,7 @@ void Reducer::take_slot(std::int32_t bucket) {
                       plan_.units()[static_cast<std::size_t>(spec(bucket).unit)].name,
                       "'; extra reduce memory is used from now on (said once)"));
     }
-    const std::int32_t overflow = arena_.overflow_slot(bucket);
-    const auto& s = slots_[static_cast<std::size_t>(overflow)];
-    if (s.bucket >= 0) {
-      comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
-    }
-    assign(overflow);
+    assign(arena_.overflow_slot(bucket));
     return;
   }
 }
@@ -308,6 +301,7 @@ void Reducer::progress() {
       auto& b = state(bucket);
       if (b.slot >= 0 && comm_.contribution_is_free(static_cast<std::uint32_t>(bucket), round_)) {
         const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+        comm_.wait_contribution_free(static_cast<std::uint32_t>(bucket), round_);
         leave_slot(b);
       }
       ++i;
@@ -430,8 +424,8 @@ void Reducer::abort_round() {
     return;
   }
   for (auto& s : slots_) {
-    if (s.taken) {
-      // What was filled or published in this round is void; nobody waits for it.
+    // What was filled in this round is void, and nobody reads it. What was published may still be on its way.
+    if (s.taken && state(s.bucket).state != State::kLaunched) {
       s.bucket = -1;
     }
   }
@@ -448,6 +442,11 @@ void Reducer::abort_round() {
     }
   }
   comm_.abort_round(round_, not_launched);
+  {
+    const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
+    summed_.record();
+  }
+  summed_.wait();
   reset_round();
 }
 

@@ -62,14 +62,11 @@ struct MemoryLayout {
   std::vector<Region> staging = {};
 };
 
+// Words of Contribution::reported for a bucket of `params` parameters.
+constexpr std::size_t reported_words(std::uint32_t params) { return (params + std::size_t{63}) / 64; }
+
 // What gradients of `wire` are added up in.
 constexpr DType sum_dtype(DType wire) { return size_of(wire) < 4 ? DType::kFloat32 : wire; }
-
-// Elements of sum_dtype that a bucket's shard takes between replicas: itself, one flag per parameter, and two values
-// per replica that say what it sends.
-constexpr std::size_t staged_numel(std::size_t shard_numel, std::size_t params, int replicas) {
-  return shard_numel + params + 2 * static_cast<std::size_t>(replicas);
-}
 
 inline constexpr std::size_t kNoGradient = ~std::size_t{0};
 
@@ -119,7 +116,8 @@ class Communicator {
   virtual void launch_reduce(const Contribution& contribution) = 0;
   // Every reducible bucket of this round has been launched.
   virtual void close_round(std::uint64_t round) = 0;
-  // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more. Peers that
+  // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more; those that it
+  // has launched become free as ever. Peers that
   // give it up at the same place go on in step; one that waits for what does not come gets PeerError. `not_launched`:
   // what was left, in the fixed order, where there is one; its data are void.
   virtual void abort_round(std::uint64_t round, std::span<const Contribution> not_launched) = 0;
@@ -137,8 +135,9 @@ class Communicator {
   virtual DType segment_dtype(DType wire) const { return wire; }
   // I have read all that I need of (bucket, round).
   virtual void finish_reduce(std::uint32_t bucket, std::uint64_t round) = 0;
-  // Whether all ranks have finished with my contribution, so that its memory may be written again.
+  // Whether all ranks have finished with my contribution: then wait_contribution_free() returns at once.
   virtual bool contribution_is_free(std::uint32_t bucket, std::uint64_t round) = 0;
+  // Its memory may be written from here on, in the current lane.
   virtual void wait_contribution_free(std::uint32_t bucket, std::uint64_t round) = 0;
 
   // ---- small things -------------------------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 #include "torch/c10d_communicator.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,7 +11,6 @@
 #include "base/error.h"
 #include "host/rendezvous.h"
 #include "torch/group_transport.h"
-#include "torch/stream_event.h"
 
 namespace tt {
 namespace {
@@ -31,18 +27,6 @@ at::Tensor part_of(const at::Tensor& memory, std::size_t offset, std::size_t byt
 
 bool any(const std::vector<std::uint64_t>& bits) {
   return std::any_of(bits.begin(), bits.end(), [](std::uint64_t word) { return word != 0; });
-}
-
-std::string said(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an unknown error";
-  }
 }
 
 std::uint64_t hash_of(const std::string& text) {  // FNV-1a
@@ -88,6 +72,8 @@ C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, c10::Device 
       global_ranks_(std::move(global_ranks)),
       board_(gathers_->getStore(), rank_, size_),
       device_(device),
+      gather_launches_(device),
+      reduction_launches_(device),
       received_buffers_(std::make_shared<BufferPool>(device)) {
   if (reductions_->getSize() != size_ || reductions_->getRank() != rank_) {
     throw ValueError("the two process groups must have the same ranks in the same order");
@@ -104,6 +90,11 @@ C10dCommunicator::C10dCommunicator(Group gathers, Group reductions, c10::Device 
 
 C10dCommunicator::~C10dCommunicator() {
   if (!gather_queue_) return;
+  if (!gather_queue_->belongs_to_this_process()) {
+    static_cast<void>(gather_queue_.release());
+    static_cast<void>(reduction_queue_.release());
+    return;
+  }
   const std::uint64_t gathers = gather_queue_->stop(), reductions = reduction_queue_->stop();
   board_.post({NoteKind::kLeft, 0, gathers, reductions, ""});
 }
@@ -116,11 +107,6 @@ void C10dCommunicator::allocate(const runtime::MemoryLayout& layout) {
   layout_ = layout;
   gather_memory_.allocate(layout.gather_bytes, layout.gather_reserved_bytes, layout.gather_overflow, device_);
   reduce_memory_.allocate(layout.reduce_bytes, layout.reduce_reserved_bytes, layout.reduce_overflow, device_);
-  if (!on_host()) {
-    const c10::impl::VirtualGuardImpl guard(device_.type());
-    gather_launches_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
-    reduction_launches_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
-  }
   reduction_of_.resize(layout.bucket_params.size());
 
   // Which processes are on this machine, to tell which one died.
@@ -145,12 +131,8 @@ void C10dCommunicator::allocate(const runtime::MemoryLayout& layout) {
     }
   }
 
-  std::size_t mask_words = 0;
-  for (const std::uint32_t params : layout.bucket_params) {
-    mask_words = std::max<std::size_t>(mask_words, (params + std::size_t{63}) / 64);
-  }
   gather_queue_ = std::make_unique<CollectiveQueue>(gathers_, 0);
-  reduction_queue_ = std::make_unique<CollectiveQueue>(reductions_, mask_words);
+  reduction_queue_ = std::make_unique<CollectiveQueue>(reductions_, most_reported_words(layout));
 }
 
 std::string C10dCommunicator::describe(const Header& header) const {
@@ -196,19 +178,6 @@ void C10dCommunicator::wait_until(const Done& done, const std::string& of, std::
                         "HCCL_EXEC_TIMEOUT"));
     }
   }
-}
-
-CollectiveQueue::Launch C10dCommunicator::in_lane(const std::optional<c10::Stream>& launches,
-                                                  CollectiveQueue::Launch launch) {
-  if (on_host()) return launch;
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  const auto written = std::make_shared<StreamEvent>(device_);
-  written->record(guard.getStream(device_));
-  return [launch = std::move(launch), written, stream = *launches](const Job& job) {
-    const c10::StreamGuard on(stream);
-    written->block(stream);
-    return launch(job);
-  };
 }
 
 // On an accelerator, data have arrived for the host when they are under way: a lane waits for them.
@@ -357,7 +326,7 @@ void C10dCommunicator::launch_gather(std::uint32_t place, const runtime::Tag& ta
     for (const auto& [all, part] : moves) works.push_back(transport->all_gather(all, part));
     return works;
   };
-  pending_gathers_[place] = gather_queue_->add(header, {}, in_lane(gather_launches_, launch));
+  pending_gathers_[place] = gather_queue_->add(header, {}, gather_launches_.after_current(launch));
 }
 
 void C10dCommunicator::wait_gather(std::uint32_t place, const runtime::Tag& tag) {
@@ -405,7 +374,7 @@ void C10dCommunicator::start(const runtime::Contribution& c) {
                                    : transport->all_to_all(*received, std::move(sent))};
   };
   const Header header{Header::What::kReduction, c.bucket, static_cast<std::int64_t>(c.round)};
-  r.job = reduction_queue_->add(header, c.reported, in_lane(reduction_launches_, launch));
+  r.job = reduction_queue_->add(header, c.reported, reduction_launches_.after_current(launch));
 }
 
 void C10dCommunicator::launch_reduce(const runtime::Contribution& contribution) {
@@ -423,6 +392,7 @@ void C10dCommunicator::close_round(std::uint64_t round) {
   const Header header{Header::What::kRoundEnd, 0, static_cast<std::int64_t>(round)};
   wait(*gather_queue_->add(header, {}, nullptr), false);
   ended_round_ = round;
+  drop_aborted_that_have_ended();
 }
 
 void C10dCommunicator::abort_round(std::uint64_t round, std::span<const runtime::Contribution> not_launched) {
@@ -435,8 +405,11 @@ void C10dCommunicator::abort_round(std::uint64_t round, std::span<const runtime:
       reduction_queue_->add(header, c.reported, nullptr);
     }
   }
-  for (auto& r : reduction_of_) {
-    if (r.round == round) r = Reduction{};  // what is under way keeps its buffers
+  for (std::uint32_t bucket = 0; bucket < reduction_of_.size(); ++bucket) {
+    auto& r = reduction_of_[bucket];
+    if (r.round != round) continue;
+    if (r.job) aborted_[{bucket, round}] = std::move(r);
+    r = Reduction{};
   }
   ended_round_ = round;
   board_.post({NoteKind::kAborted, round, gather_queue_->added(), reduction_queue_->added(), ""});
@@ -469,7 +442,7 @@ bool C10dCommunicator::wait_reduce_ready_or_stuck(std::uint32_t bucket, std::uin
 std::vector<std::uint64_t> C10dCommunicator::reported_anywhere(std::uint32_t bucket, std::uint64_t round) {
   auto& r = reduction(bucket, round);
   wait_reduce_ready(bucket, round);  // completed; raises what went wrong
-  return r.job->extra_of_any((layout_.bucket_params[bucket] + 63) / 64);
+  return r.job->extra_of_any(runtime::reported_words(layout_.bucket_params[bucket]));
 }
 
 std::vector<const std::byte*> C10dCommunicator::my_segment_everywhere(std::uint32_t bucket, std::uint64_t round) {
@@ -483,22 +456,52 @@ std::vector<const std::byte*> C10dCommunicator::my_segment_everywhere(std::uint3
   return segments;
 }
 
-void C10dCommunicator::finish_reduce(std::uint32_t bucket, std::uint64_t round) {
-  auto& r = reduction(bucket, round);
+void C10dCommunicator::finish_reduce(std::uint32_t bucket, std::uint64_t round) { give_back(reduction(bucket, round)); }
+
+void C10dCommunicator::give_back(Reduction& r) {
   if (r.received != nullptr && r.received->defined()) {
     received_buffers_->give_back(std::move(*r.received));
     r.received.reset();
   }
 }
 
+void C10dCommunicator::drop_aborted_that_have_ended() {
+  for (auto it = aborted_.begin(); it != aborted_.end();) {
+    auto& r = it->second;
+    const auto ended = [](const Work& work) { return work->isCompleted(); };
+    if (r.job->announced() && std::all_of(r.job->works().begin(), r.job->works().end(), ended)) {
+      give_back(r);
+      it = aborted_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+bool C10dCommunicator::has_come(const Reduction& aborted) const {
+  return has_arrived(*aborted.job) || reduction_queue_->broken();
+}
+
 bool C10dCommunicator::contribution_is_free(std::uint32_t bucket, std::uint64_t round) {
+  if (const auto found = aborted_.find({bucket, round}); found != aborted_.end()) return has_come(found->second);
   const auto& r = reduction_of_.at(bucket);
   return r.round != round || reduce_is_ready(bucket, round);
 }
 
 void C10dCommunicator::wait_contribution_free(std::uint32_t bucket, std::uint64_t round) {
-  if (reduction_of_.at(bucket).round == round) {
+  if (const auto found = aborted_.find({bucket, round}); found != aborted_.end()) {
+    auto& r = found->second;
+    check_not_failed();
+    wait_until([&] { return has_come(r); }, describe(r.job->mine()), r.job->number(), true);
+    wait_for_data(*r.job);
+    give_back(r);
+    aborted_.erase(found);
+    return;
+  }
+  const auto& r = reduction_of_.at(bucket);
+  if (r.round == round) {
     wait_reduce_ready(bucket, round);
+    wait_for_data(*r.job);
   }
 }
 

@@ -14,7 +14,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Stream.h>
 
 #include <chrono>
 #include <cstdint>
@@ -25,6 +24,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
 
 #include "host/wait.h"
@@ -32,6 +32,7 @@
 #include "torch/buffer_pool.h"
 #include "torch/collective_queue.h"
 #include "torch/data_transport.h"
+#include "torch/launch_stream.h"
 #include "torch/peer_board.h"
 
 namespace tt {
@@ -116,8 +117,6 @@ class C10dCommunicator final : public runtime::Communicator {
   void wait_until(const Done& done, const std::string& of, std::uint64_t number, bool of_reductions);
   bool has_arrived(const Job& job) const;
   bool on_host() const { return device_.is_cpu(); }
-  // What `launch` does, in the order of the current lane of the caller, whichever thread runs it later.
-  CollectiveQueue::Launch in_lane(const std::optional<c10::Stream>& launches, CollectiveQueue::Launch launch);
   void wait_for_data(const Job& job);
   void check_agreement(const Job& job);
   void check_notes(const std::string& of, std::uint64_t number, bool of_reductions);
@@ -128,6 +127,11 @@ class C10dCommunicator final : public runtime::Communicator {
   [[noreturn]] void throw_failure(const std::string& message);
 
   void start(const runtime::Contribution& contribution);
+  // Whether nothing of it is under way any more, for the host.
+  bool has_come(const Reduction& aborted) const;
+  void drop_aborted_that_have_ended();
+  // Back to the pool, once nothing writes there.
+  void give_back(Reduction& r);
   Reduction& reduction(std::uint32_t bucket, std::uint64_t round);
   std::string describe(const Header& header) const;
   std::string name(int rank) const;
@@ -142,10 +146,8 @@ class C10dCommunicator final : public runtime::Communicator {
   PeerBoard board_;
   runtime::MemoryLayout layout_;
   c10::Device device_;
-  // Of an accelerator: where collectives are launched from. One for each queue: on one stream for both, ranks that
-  // interleave the two differently would wait in a circle.
-  std::optional<c10::Stream> gather_launches_;
-  std::optional<c10::Stream> reduction_launches_;
+  LaunchStream gather_launches_;
+  LaunchStream reduction_launches_;
   Memory gather_memory_;
   Memory reduce_memory_;
   std::vector<std::optional<host::ProcessWatch>> watches_;  // of the ranks on this machine
@@ -154,6 +156,8 @@ class C10dCommunicator final : public runtime::Communicator {
   std::map<std::uint32_t, JobPtr> pending_gathers_;         // by place
   std::map<std::uint32_t, JobPtr> leftovers_;               // by place: released before they had arrived
   std::vector<Reduction> reduction_of_;                     // by bucket
+  // By bucket and round: launched in backward passes that this rank gave up, and perhaps still under way.
+  std::map<std::pair<std::uint32_t, std::uint64_t>, Reduction> aborted_;
   std::shared_ptr<BufferPool> received_buffers_;
   std::function<void()> progress_;
   std::unique_ptr<CollectiveQueue> gather_queue_;  // gathers, and the ends of backward passes

@@ -1,6 +1,8 @@
 #include "torch/collective_queue.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,6 +20,24 @@ at::Tensor new_words(std::size_t count) {
 }
 
 }  // namespace
+
+std::string said(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an unknown error";
+  }
+}
+
+std::size_t most_reported_words(const runtime::MemoryLayout& layout) {
+  std::size_t words = 0;
+  for (const std::uint32_t params : layout.bucket_params) words = std::max(words, runtime::reported_words(params));
+  return words;
+}
 
 bool same_but_void(const Header& a, const Header& b) {
   using What = Header::What;
@@ -45,9 +65,14 @@ std::vector<std::uint64_t> CollectiveQueue::Job::extra_of_any(std::size_t words)
 }
 
 CollectiveQueue::CollectiveQueue(Group group, std::size_t extra_words)
-    : group_(std::move(group)), words_(kHeaderWords + extra_words), thread_([this] { run(); }) {}
+    : group_(std::move(group)),
+      words_(kHeaderWords + extra_words),
+      owner_pid_(::getpid()),
+      thread_([this] { run(); }) {}
 
 CollectiveQueue::~CollectiveQueue() { stop(); }
+
+bool CollectiveQueue::belongs_to_this_process() const { return ::getpid() == owner_pid_; }
 
 std::uint64_t CollectiveQueue::stop() {
   stop_ = true;

@@ -16,9 +16,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
+
+#include "runtime/communicator.h"
 
 namespace tt {
 
@@ -30,6 +33,12 @@ struct Header {
   std::int64_t number;  // sequence number (kGather) or backward pass
   bool operator==(const Header&) const = default;
 };
+
+// Words that announce which parameters of a bucket have a gradient, for any bucket.
+std::size_t most_reported_words(const runtime::MemoryLayout& layout);
+
+// What the exception says, without torch's backtrace.
+std::string said(const std::exception_ptr& error);
 
 // kVoidReduction stands for a reduction of the same bucket that has no data: that rank gave the backward pass up.
 bool same_but_void(const Header& a, const Header& b);
@@ -83,6 +92,9 @@ class CollectiveQueue {
   CollectiveQueue(const CollectiveQueue&) = delete;
   CollectiveQueue& operator=(const CollectiveQueue&) = delete;
 
+  // A forked child has no thread of it: it must leave the queue alone, and not destroy it.
+  bool belongs_to_this_process() const;
+
   // `launch` runs on the queue's thread, if all ranks agree; what it captures stays alive until then.
   JobPtr add(const Header& header, std::vector<std::uint64_t> extra, Launch launch);
   std::uint64_t added() const { return added_; }
@@ -98,6 +110,7 @@ class CollectiveQueue {
 
   Group group_;
   std::size_t words_;
+  int owner_pid_;
   std::uint64_t added_ = 0;
   std::uint64_t carried_out_ = 0;  // the thread's own until it has ended
   std::mutex mutex_;

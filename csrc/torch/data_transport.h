@@ -11,7 +11,7 @@
 
 namespace tt {
 
-// One for gathers and one for reductions: each is used by one thread, in the same order on all ranks. On an accelerator
+// One for each queue of collectives: each is used by one thread, in the same order on all ranks. On an accelerator
 // everything happens in the order of the current stream; Work::wait() then lets the current stream wait.
 class DataTransport {
  public:
@@ -30,6 +30,8 @@ class DataTransport {
   virtual Work reduce_scatter(at::Tensor received, at::Tensor sent, DType wire) {
     TT_CHECK(false, name(), " does not add ", name_of(wire), " on the way: ", received.sizes(), ", ", sent.sizes());
   }
+  // `data`: (n,) of a floating type; replaced by the sum over all ranks, added in that type.
+  virtual Work all_reduce(at::Tensor data) = 0;
   // Empty, or what has gone wrong with the data of an earlier collective.
   virtual std::string error() const { return ""; }
 };

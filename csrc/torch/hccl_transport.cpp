@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "torch/dtypes.h"
 #include "torch/stream_event.h"
 
 namespace tt {
@@ -83,6 +84,11 @@ DataTransport::Work HcclTransport::all_to_all(at::Tensor received, at::Tensor se
 DataTransport::Work HcclTransport::reduce_scatter(at::Tensor received, at::Tensor sent, DType wire) {
   group_->reduce_scatter(bytes_of(received), bytes_of(sent), received.nbytes() / size_of(wire), wire);
   return submitted(std::move(received), std::move(sent));
+}
+
+DataTransport::Work HcclTransport::all_reduce(at::Tensor data) {
+  group_->all_reduce(bytes_of(data), static_cast<std::size_t>(data.numel()), from_torch(data.scalar_type()));
+  return submitted(data, data);
 }
 
 }  // namespace tt

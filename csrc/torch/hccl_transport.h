@@ -27,6 +27,7 @@ class HcclTransport final : public DataTransport {
   // Sums of float32 take no memory for what the others send.
   bool adds(DType wire) const override { return wire == DType::kFloat32; }
   Work reduce_scatter(at::Tensor received, at::Tensor sent, DType wire) override;
+  Work all_reduce(at::Tensor data) override;
   std::string error() const override { return group_->error(); }
 
  private:

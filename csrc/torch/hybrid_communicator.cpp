@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "torch/dtypes.h"
+#include "torch/group_transport.h"
 
 namespace tt {
 namespace {
@@ -17,25 +18,8 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// Numbers that every sum dtype holds exactly.
-constexpr std::uint64_t kRoundModulus = 1 << 16;
-
 bool any(const std::vector<std::uint64_t>& bits) {
   return std::any_of(bits.begin(), bits.end(), [](std::uint64_t word) { return word != 0; });
-}
-
-// The values behind a shard in a staged tensor.
-void write_value(const at::Tensor& data, std::size_t index, double value) {
-  if (data.scalar_type() == at::kDouble) {
-    data.mutable_data_ptr<double>()[index] = value;
-  } else {
-    data.mutable_data_ptr<float>()[index] = static_cast<float>(value);
-  }
-}
-
-double read_value(const at::Tensor& data, std::size_t index) {
-  return data.scalar_type() == at::kDouble ? data.const_data_ptr<double>()[index]
-                                           : static_cast<double>(data.const_data_ptr<float>()[index]);
 }
 
 std::vector<std::string> names_of(const std::vector<int>& global_ranks) {
@@ -78,7 +62,7 @@ class HybridCommunicator::Patience {
   // What this rank waits for now; not with the same bucket in all of a wait.
   std::string awaited() const {
     const auto first = first_wanted();
-    return first != owner_.travels_.end() ? owner_.describe(first->bucket, first->round) : "the sum over replicas";
+    return first != owner_.travels_.end() ? owner_.describe(first->job->mine()) : "the sum over replicas";
   }
 
   // The first that is waited for: those behind it wait for the same.
@@ -100,9 +84,12 @@ class HybridCommunicator::Patience {
     const bool travels = first != owner_.travels_.end();
     std::string why = owner_.board_.failure();
     if (why.empty() && to_the_end_) {
-      why = owner_.board_.stop(travels ? first->number : owner_.sent_ + 1);
+      why = owner_.board_.stop(travels ? first->job->number() : owner_.queue_->added() + 1);
     }
-    if (why.empty() || (travels && first->work->isCompleted())) {
+    if (why.empty()) {
+      why = owner_.transport_->error();
+    }
+    if (why.empty() || (travels && owner_.has_come(*first->job))) {
       return;
     }
     owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], ": ", awaited(), " will not come: ", why));
@@ -118,14 +105,16 @@ class HybridCommunicator::Patience {
 
 HybridCommunicator::HybridCommunicator(std::shared_ptr<runtime::Communicator> inner, Group between,
                                        std::vector<int> global_ranks, c10::intrusive_ptr<c10d::Store> board,
-                                       std::shared_ptr<runtime::Device> device, double timeout_seconds)
+                                       Place place, double timeout_seconds, std::shared_ptr<DataTransport> transport)
     : inner_(std::move(inner)),
       between_(std::move(between)),
       global_ranks_(std::move(global_ranks)),
       replica_(static_cast<std::size_t>(between_->getRank())),
-      device_(std::move(device)),
+      place_(std::move(place)),
+      transport_(transport ? std::move(transport) : std::make_shared<GroupTransport>(between_)),
+      launches_(place_.where),
       timeout_seconds_(timeout_seconds),
-      name_(str(inner_->name(), " inside and c10d between ", global_ranks_.size(), " replicas")),
+      name_(str(inner_->name(), " inside and ", transport_->name(), " between ", global_ranks_.size(), " replicas")),
       owner_pid_(::getpid()),
       board_(std::move(board), str("rank ", global_ranks_.at(replica_)), names_of(global_ranks_)) {
   if (static_cast<std::size_t>(between_->getSize()) != global_ranks_.size()) {
@@ -138,7 +127,9 @@ HybridCommunicator::HybridCommunicator(std::shared_ptr<runtime::Communicator> in
 
 HybridCommunicator::~HybridCommunicator() {
   if (::getpid() == owner_pid_) {
-    board_.post_stop(sent_);
+    board_.post_stop(queue_ ? queue_->stop() : 0);
+  } else {
+    static_cast<void>(queue_.release());
   }
 }
 
@@ -175,20 +166,22 @@ std::string HybridCommunicator::replica(std::size_t index) const {
   return str("replica ", index, " (rank ", global_ranks_[index], ")");
 }
 
-std::string HybridCommunicator::describe(std::uint32_t bucket, std::uint64_t round) const {
+std::string HybridCommunicator::describe(const Header& header) const {
   std::string ranks;
   for (const int rank : global_ranks_) {
     ranks += str(ranks.empty() ? "" : ", ", rank);
   }
-  return str("the sum of bucket ", bucket, " over replicas (ranks ", ranks, ") in backward pass ", round);
+  return str("the sum of bucket ", header.item, " over replicas (ranks ", ranks, ") in backward pass ", header.number);
 }
 
 void HybridCommunicator::allocate(const runtime::MemoryLayout& layout) {
   guarded([&] { inner_->allocate(layout); });
   layout_ = layout;
   TT_CHECK(layout_.staging.size() == layout_.bucket_params.size(), "the arena was laid out for one replica");
-  staging_memory_ = at::empty({static_cast<std::int64_t>(layout_.staging_bytes)}, at::TensorOptions().dtype(at::kByte));
+  staging_memory_ = at::empty({static_cast<std::int64_t>(layout_.staging_bytes)},
+                              at::TensorOptions().dtype(at::kByte).device(place_.where));
   reductions_.resize(layout_.bucket_params.size());
+  queue_ = std::make_unique<CollectiveQueue>(between_, most_reported_words(layout_));
 }
 
 // ---- gather: inside the replica
@@ -225,7 +218,7 @@ HybridCommunicator::Reduction& HybridCommunicator::reduction(std::uint32_t bucke
 void HybridCommunicator::launch_reduce(const runtime::Contribution& contribution) {
   guarded([&] { inner_->launch_reduce(contribution); });
   reductions_.at(contribution.bucket) = {
-      Phase::kInner, contribution.round, contribution.shard_numel, contribution.wire, {}};
+      Phase::kInner, contribution.round, contribution.shard_numel, contribution.wire, {}, nullptr};
   to_stage_.push_back(contribution.bucket);
 }
 
@@ -245,10 +238,6 @@ void HybridCommunicator::leave_staging(std::uint32_t bucket) {
   in_staging_.erase(std::remove(in_staging_.begin(), in_staging_.end(), bucket), in_staging_.end());
 }
 
-std::int64_t HybridCommunicator::numel_of(std::uint32_t bucket, std::size_t shard_numel) const {
-  return static_cast<std::int64_t>(runtime::staged_numel(shard_numel, layout_.bucket_params[bucket], replicas()));
-}
-
 void HybridCommunicator::advance() {
   while (!to_stage_.empty()) {
     const std::uint32_t bucket = to_stage_.front();
@@ -259,65 +248,73 @@ void HybridCommunicator::advance() {
     stage(bucket);
   }
   for (auto travel = travels_.begin(); travel != travels_.end();) {
-    if (!travel->work->isCompleted()) {
+    if (!has_come(*travel->job)) {
       ++travel;
       continue;
     }
-    arrive(*travel);
+    const Travel arrived = std::move(*travel);
     travel = travels_.erase(travel);
+    arrive(arrived);
   }
 }
 
 void HybridCommunicator::stage(std::uint32_t bucket) {
+  const runtime::LaneGuard lane(*place_.device, runtime::Lane::kReduce);
   auto& r = reductions_[bucket];
   const auto& staging = layout_.staging[bucket];
   std::byte* where = static_cast<std::byte*>(staging_memory_.mutable_data_ptr()) + staging.offset;
   const DType sum = runtime::sum_dtype(r.wire);
+  const std::size_t bytes = r.shard_numel * size_of(sum);
+  TT_CHECK(bytes <= staging.bytes, "bucket ", bucket, " has no room");
   r.reported = inner_->reported_anywhere(bucket, r.round);
   if (any(r.reported)) {
     const auto segments = inner_->my_segment_everywhere(bucket, r.round);
-    device_->sum(where, segments, r.shard_numel, {inner_->segment_dtype(r.wire), sum, sum});
+    place_.device->sum(where, segments, r.shard_numel, {inner_->segment_dtype(r.wire), sum, sum});
   } else {
-    device_->zero(where, r.shard_numel * size_of(sum));
+    place_.device->zero(where, bytes);
   }
   inner_->finish_reduce(bucket, r.round);
-  const std::int64_t numel = numel_of(bucket, r.shard_numel);
-  TT_CHECK(static_cast<std::size_t>(numel) * size_of(sum) <= staging.bytes, "bucket ", bucket, " has no room");
   in_staging_.push_back(bucket);
   // A view, which keeps the memory alive as long as the all-reduce runs, also when this communicator is gone.
-  const auto bytes = numel * static_cast<std::int64_t>(size_of(sum));
-  auto data = staging_memory_.narrow(0, static_cast<std::int64_t>(staging.offset), bytes).view(to_torch(sum));
-  std::size_t next = r.shard_numel;
-  for (std::size_t i = 0; i < layout_.bucket_params[bucket]; ++i) {
-    write_value(data, next++, static_cast<double>(r.reported[i / 64] >> (i % 64) & 1U));
-  }
-  for (std::size_t index = 0; index < global_ranks_.size(); ++index) {
-    write_value(data, next++, index == replica_ ? bucket + 1.0 : 0.0);
-    write_value(data, next++, index == replica_ ? static_cast<double>(r.round % kRoundModulus) : 0.0);
-  }
-  send(bucket, r.round, std::move(data), true);
+  auto data = staging_memory_.narrow(0, static_cast<std::int64_t>(staging.offset), static_cast<std::int64_t>(bytes))
+                  .view(to_torch(sum));
+  const auto launch = [transport = transport_, data = std::move(data), words = r.reported.size()](const Job& job) {
+    if (!any(job.extra_of_any(words))) return std::vector<Work>{};  // no replica has a gradient
+    return std::vector<Work>{transport->all_reduce(data)};
+  };
+  const Header header{Header::What::kReduction, bucket, static_cast<std::int64_t>(r.round)};
+  travels_.push_back({bucket, r.round, queue_->add(header, r.reported, launches_.after_current(launch)), true, true});
   r.phase = Phase::kBetween;
 }
 
-void HybridCommunicator::send(std::uint32_t bucket, std::uint64_t round, at::Tensor data, bool staged) {
-  std::vector<at::Tensor> tensors{data};
-  Work work;
-  try {
-    work = between_->allreduce(tensors);
-  } catch (const std::exception& error) {
-    give_up(str("rank ", global_ranks_[replica_], ": ", describe(bucket, round), " failed (", error.what(), ")"));
-  }
-  travels_.push_back({bucket, round, ++sent_, std::move(work), std::move(data), staged, staged});
+void HybridCommunicator::send_void(std::uint32_t bucket, std::uint64_t round) {
+  const Header header{Header::What::kVoidReduction, bucket, static_cast<std::int64_t>(round)};
+  travels_.push_back({bucket, round, queue_->add(header, {}, nullptr), false, false});
 }
 
-// The all-reduce has ended.
-void HybridCommunicator::arrive(Travel& travel) {
-  ++arrived_;
+bool HybridCommunicator::has_come(const Job& job) const {
+  return job.announced() && (!place_.where.is_cpu() || std::all_of(job.works().begin(), job.works().end(),
+                                                                   [](const Work& w) { return w->isCompleted(); }));
+}
+
+void HybridCommunicator::wait_for_data(const Job& job) {
   try {
-    travel.work->wait();
-  } catch (const std::exception& error) {
-    give_up(str("rank ", global_ranks_[replica_], ": ", describe(travel.bucket, travel.round),
-                " failed: a peer died, failed, or did not arrive in time (", error.what(), ")"));
+    for (const auto& work : job.works()) work->wait();  // on an accelerator: lets the current lane wait
+  } catch (const std::exception&) {
+    throw_error_of(job, std::current_exception());
+  }
+}
+
+void HybridCommunicator::arrive(const Travel& travel) {
+  ++arrived_;
+  const Job& job = *travel.job;
+  if (job.error()) {
+    throw_error_of(job, job.error());
+  }
+  check_in_step(job);
+  if (place_.where.is_cpu() || !travel.wanted) {
+    const runtime::LaneGuard lane(*place_.device, runtime::Lane::kReduce);
+    wait_for_data(job);
   }
   if (!travel.wanted) {
     if (travel.staged) {
@@ -326,42 +323,35 @@ void HybridCommunicator::arrive(Travel& travel) {
     return;
   }
   auto& r = reduction(travel.bucket, travel.round);
-  if (!all_sent(travel)) {
-    r.phase = Phase::kVoid;
-    return;
-  }
-  std::fill(r.reported.begin(), r.reported.end(), 0);
-  for (std::size_t i = 0; i < layout_.bucket_params[travel.bucket]; ++i) {
-    if (read_value(travel.data, r.shard_numel + i) != 0) {
-      r.reported[i / 64] |= std::uint64_t{1} << (i % 64);
-    }
-  }
-  r.phase = Phase::kReady;
+  r.phase = job.agreed() ? Phase::kReady : Phase::kVoid;
+  r.reported = job.extra_of_any(r.reported.size());
+  r.job = travel.job;
 }
 
-bool HybridCommunicator::all_sent(const Travel& travel) {
-  bool all = true;
-  const std::size_t first = reductions_[travel.bucket].shard_numel + layout_.bucket_params[travel.bucket];
+void HybridCommunicator::check_in_step(const Job& job) {
   for (std::size_t index = 0; index < global_ranks_.size(); ++index) {
-    const auto bucket = static_cast<std::uint64_t>(read_value(travel.data, first + 2 * index));
-    const auto round = static_cast<std::uint64_t>(read_value(travel.data, first + 2 * index + 1));
-    if (bucket == travel.bucket + 1 && round == travel.round % kRoundModulus) {
-      continue;
+    const Header theirs = job.header(static_cast<int>(index));
+    if (!same_but_void(theirs, job.mine())) {
+      const auto is_at = [](const Header& header) {
+        return str("bucket ", header.item, " of backward pass ", header.number);
+      };
+      give_up(str("replicas have come apart: ", replica(replica_), " sums ", is_at(job.mine()), ", ", replica(index),
+                  " ", is_at(theirs),
+                  ". All ranks must run the same number of backward passes, and an exception on one must stop all"));
     }
-    if (bucket == 0) {
-      all = false;
-      continue;
-    }
-    give_up(str("replicas have come apart: ", replica(replica_), " sums bucket ", travel.bucket, " of backward pass ",
-                travel.round, ", ", replica(index), " bucket ", bucket - 1, " of backward pass ", round,
-                ". All ranks must run the same number of backward passes, and an exception on one must stop all"));
   }
-  return all;
 }
 
-void HybridCommunicator::send_void(std::uint32_t bucket, std::uint64_t round, std::size_t shard_numel, DType wire) {
-  const auto options = at::TensorOptions().dtype(to_torch(runtime::sum_dtype(wire)));
-  send(bucket, round, at::zeros({numel_of(bucket, shard_numel)}, options), false);
+void HybridCommunicator::throw_error_of(const Job& job, const std::exception_ptr& error) {
+  const std::string me = str("rank ", global_ranks_[replica_]);
+  if (job.failed_in_launch()) {
+    const auto message = str(me, " could not launch ", describe(job.mine()), ": ", said(error));
+    failure_ = message;
+    fail(message);
+    throw Error(message);
+  }
+  give_up(str(me, ": ", describe(job.mine()), " failed: a peer died, failed, or did not arrive in time (", said(error),
+              ")"));
 }
 
 void HybridCommunicator::abort_round(std::uint64_t round, std::span<const runtime::Contribution> not_launched) {
@@ -369,33 +359,28 @@ void HybridCommunicator::abort_round(std::uint64_t round, std::span<const runtim
   for (auto& travel : travels_) {
     travel.wanted = false;
   }
-  std::vector<std::pair<std::uint32_t, Reduction>> unsent;
-  for (const std::uint32_t bucket : to_stage_) {
-    unsent.emplace_back(bucket, reductions_[bucket]);
+  {
+    const runtime::LaneGuard lane(*place_.device, runtime::Lane::kReduce);
+    for (std::uint32_t bucket = 0; bucket < reductions_.size(); ++bucket) {
+      auto& r = reductions_[bucket];
+      if (r.phase == Phase::kReady || r.phase == Phase::kVoid) {
+        try {
+          wait_for_data(*r.job);  // before anything is written there
+        } catch (const Error&) {
+          // failure_ has it: whatever comes next says so.
+        }
+        leave_staging(bucket);
+      }
+      r = Reduction{};
+    }
+  }
+  // Replicas that give up at the same place may have sent different numbers of sums, and one that goes on reads in
+  // these that this one did not.
+  if (failure_.empty()) {
+    for (const std::uint32_t bucket : to_stage_) send_void(bucket, round);
+    for (const auto& c : not_launched) send_void(c.bucket, round);
   }
   to_stage_.clear();
-  for (std::uint32_t bucket = 0; bucket < reductions_.size(); ++bucket) {
-    auto& r = reductions_[bucket];
-    if (r.phase == Phase::kReady || r.phase == Phase::kVoid) {
-      leave_staging(bucket);
-    }
-    r = Reduction{};
-  }
-  if (!failure_.empty()) {
-    return;
-  }
-  try {
-    // Replicas that give up at the same place may have sent different numbers of sums, and one that goes on reads in
-    // these that this one did not.
-    for (const auto& [bucket, r] : unsent) {
-      send_void(bucket, round, r.shard_numel, r.wire);
-    }
-    for (const auto& c : not_launched) {
-      send_void(c.bucket, round, c.shard_numel, c.wire);
-    }
-  } catch (const PeerError&) {
-    // failure_ has it: whatever comes next says so.
-  }
 }
 
 bool HybridCommunicator::has_arrived(std::uint32_t bucket, std::uint64_t round) {
@@ -463,7 +448,9 @@ std::vector<std::uint64_t> HybridCommunicator::reported_anywhere(std::uint32_t b
 }
 
 std::vector<const std::byte*> HybridCommunicator::my_segment_everywhere(std::uint32_t bucket, std::uint64_t round) {
-  TT_CHECK(reduction(bucket, round).phase == Phase::kReady, "bucket ", bucket, " has not arrived");
+  const auto& r = reduction(bucket, round);
+  TT_CHECK(r.phase == Phase::kReady, "bucket ", bucket, " has not arrived");
+  wait_for_data(*r.job);
   return {static_cast<const std::byte*>(staging_memory_.const_data_ptr()) + layout_.staging[bucket].offset};
 }
 

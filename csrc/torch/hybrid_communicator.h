@@ -4,16 +4,17 @@
 // its segment over the ranks of its replica (in the sum dtype, not divided, not rounded) and gives their memory back;
 // the sum then travels through an all-reduce with the ranks that hold the same shard in the other replicas.
 //
-// These all-reduces are matched by their order alone. Therefore every reduced bucket has exactly one in each round, in
-// the fixed order; a replica without a gradient sends zeros, one that gives the round up sends void ones for the rest.
-// Each carries what it is about (flags of the parameters that reported, bucket and round of every replica), and a
-// difference is an error.
+// These all-reduces go through a CollectiveQueue, which announces each before its data. Every reduced bucket has
+// exactly one in each round, in the fixed order; a replica without a gradient sends zeros, unless no replica has one,
+// and one that gives the round up announces void ones for the rest.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -23,7 +24,10 @@
 
 #include "runtime/communicator.h"
 #include "runtime/device.h"
+#include "torch/collective_queue.h"
+#include "torch/data_transport.h"
 #include "torch/failure_board.h"
+#include "torch/launch_stream.h"
 
 namespace tt {
 
@@ -32,12 +36,19 @@ class HybridCommunicator final : public runtime::Communicator {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // `between`: the ranks that hold this rank's shard, one per replica; `global_ranks`: their names in messages.
-  // `board`: seen by all ranks of all replicas and used for nothing else. `timeout_seconds`: of a wait for another
-  // replica, once this rank's part of the backward is done.
+  // Where gradients live, and what computes there; the engine's own device, as the two share lanes.
+  struct Place {
+    c10::Device where;
+    std::shared_ptr<runtime::Device> device;
+  };
+
+  // `between`: the ranks that hold this rank's shard, one per replica; `global_ranks`: their names in messages;
+  // `transport`: how sums travel between them, none: through `between`. `board`: seen by all ranks of all replicas and
+  // used for nothing else. `timeout_seconds`: of a wait for another replica, once this rank's part of the backward is
+  // done.
   HybridCommunicator(std::shared_ptr<runtime::Communicator> inner, Group between, std::vector<int> global_ranks,
-                     c10::intrusive_ptr<c10d::Store> board, std::shared_ptr<runtime::Device> device,
-                     double timeout_seconds);
+                     c10::intrusive_ptr<c10d::Store> board, Place place, double timeout_seconds,
+                     std::shared_ptr<DataTransport> transport = nullptr);
   ~HybridCommunicator() override;
 
   int rank() const override { return inner_->rank(); }
@@ -74,7 +85,9 @@ class HybridCommunicator final : public runtime::Communicator {
   void fail(const std::string& why) noexcept override;
 
  private:
-  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Job = CollectiveQueue::Job;
+  using JobPtr = CollectiveQueue::JobPtr;
+  using Work = CollectiveQueue::Work;
 
   enum class Phase : std::uint8_t {
     kIdle,
@@ -91,15 +104,14 @@ class HybridCommunicator final : public runtime::Communicator {
     std::size_t shard_numel = 0;
     DType wire = DType::kFloat32;
     std::vector<std::uint64_t> reported;  // in my replica; once ready: in any
+    JobPtr job;                           // once it is ready
   };
 
   // One all-reduce under way.
   struct Travel {
     std::uint32_t bucket = 0;
     std::uint64_t round = 0;
-    std::uint64_t number = 0;  // of all-reduces so far, from 1
-    Work work;
-    at::Tensor data;      // (staged_numel,) sum dtype
+    JobPtr job;
     bool wanted = true;   // false: its round was given up
     bool staged = false;  // in staging memory
   };
@@ -107,19 +119,19 @@ class HybridCommunicator final : public runtime::Communicator {
   // Takes every step that needs no waiting.
   void advance();
   void stage(std::uint32_t bucket);
-  // `staged`: `data` lies in staging memory and is waited for.
-  void send(std::uint32_t bucket, std::uint64_t round, at::Tensor data, bool staged);
-  // Void: says that this replica gives the round up.
-  void send_void(std::uint32_t bucket, std::uint64_t round, std::size_t shard_numel, DType wire);
-  void arrive(Travel& travel);
-  // Whether all replicas have sent what `travel` is about; throws if one has sent anything else, except that it gives
-  // the round up.
-  bool all_sent(const Travel& travel);
+  // Says that this replica gives the round up.
+  void send_void(std::uint32_t bucket, std::uint64_t round);
+  // On an accelerator, data have arrived for the host when they are under way: a lane waits for them.
+  bool has_come(const Job& job) const;
+  void arrive(const Travel& travel);
+  void wait_for_data(const Job& job);
+  // Throws if a replica has announced anything else, except that it gives the round up.
+  void check_in_step(const Job& job);
+  [[noreturn]] void throw_error_of(const Job& job, const std::exception_ptr& error);
   // Throws if another replica has given up the round that this rank has run to its end.
   void check_not_void(std::uint64_t round);
   bool staging_is_free(std::uint32_t bucket) const;
   void leave_staging(std::uint32_t bucket);
-  std::int64_t numel_of(std::uint32_t bucket, std::size_t shard_numel) const;
   Reduction& reduction(std::uint32_t bucket, std::uint64_t round);
   bool has_arrived(std::uint32_t bucket, std::uint64_t round);
   // What a failure of the peers inside or between replicas means for everybody else.
@@ -127,7 +139,7 @@ class HybridCommunicator final : public runtime::Communicator {
   auto guarded(const Body& body);
   [[noreturn]] void give_up(const std::string& message);
   std::string replica(std::size_t index) const;
-  std::string describe(std::uint32_t bucket, std::uint64_t round) const;
+  std::string describe(const Header& header) const;
 
   class Patience;
 
@@ -135,7 +147,9 @@ class HybridCommunicator final : public runtime::Communicator {
   Group between_;
   std::vector<int> global_ranks_;
   std::size_t replica_;  // this rank's
-  std::shared_ptr<runtime::Device> device_;
+  Place place_;
+  std::shared_ptr<DataTransport> transport_;
+  LaunchStream launches_;
   double timeout_seconds_;
   std::string name_;
   int owner_pid_;  // a forked child must not take leave in this rank's name
@@ -146,10 +160,10 @@ class HybridCommunicator final : public runtime::Communicator {
   std::deque<std::uint32_t> to_stage_;     // launched, in order
   std::deque<Travel> travels_;             // in order
   std::vector<std::uint32_t> in_staging_;  // buckets whose bytes there are in use
-  std::uint64_t sent_ = 0;
   std::uint64_t arrived_ = 0;
   std::string failure_;
   std::function<void()> progress_;
+  std::unique_ptr<CollectiveQueue> queue_;
 };
 
 }  // namespace tt

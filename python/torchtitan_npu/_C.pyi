@@ -300,7 +300,8 @@ class HybridCommunicator(Communicator):
     """Collectives of a sharded model with replicas.
 
     ``inner``: inside this rank's replica; ``between``: the group of the ranks that hold the same shard,
-    ``global_ranks`` by name; ``board``: a store of this model's own.
+    ``global_ranks`` by name; ``board``: a store of this model's own; ``compute``: the engine's device; ``transport``:
+    how sums travel, if not through ``between``.
     """
 
     def __init__(
@@ -310,7 +311,10 @@ class HybridCommunicator(Communicator):
         global_ranks: Sequence[int],
         board: Store,
         *,
+        device: torch.device,
+        compute: Device,
         timeout_seconds: float,
+        transport: DataTransport | None = None,
     ) -> None: ...
     @property
     def replicas(self) -> int: ...
@@ -378,6 +382,9 @@ class TorchDevice(Device):
 
     def __init__(self, device: torch.device) -> None: ...
 
+def make_device(device: torch.device) -> Device:
+    """What computes where a model lives: on host memory, an NPU, or another accelerator."""
+
 class NpuQueue:
     """Submission to an NPU's streams in the order of torch_npu's own operators."""
 
@@ -427,8 +434,9 @@ class Engine:
         communicator: Communicator,
         owner: ReferenceType[Any],
         device: torch.device,
+        compute: Device,
     ) -> None:
-        """``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)``,
+        """``device``: of all tensors; ``compute``: works there; ``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)``,
         ``_wrap_gradient(param, tensor)`` and
         ``_log(message)``.
         """

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pool import on_ranks
+from pool import DEVICE, on_ranks
 from torch import nn
 from twin import DIM, SmallModel, Twin, floats_for, next_token_loss, squared_loss, tokens_for
 
@@ -22,6 +22,8 @@ from torchtitan_npu.planning.memory import plan_fsdp
 from torchtitan_npu.planning.report import dry_run
 
 COMMUNICATORS = pytest.mark.parametrize("communicator", ["auto", "c10d"])
+# What "auto" takes inside a replica, and between replicas.
+CHOSEN = {"cpu": ("shared memory", "c10d"), "npu": ("hccl", "hccl")}
 CAPS = pytest.mark.parametrize("cap", [None, 0.0005, 25], ids=["no_cap", "tiny_cap", "cap_25"])
 
 
@@ -33,7 +35,10 @@ def mesh_of(replicas: int) -> list[list[int]]:
 
 def check_replicas_are_equal(twin: Twin) -> None:
     """Bit for bit: weights and gradients of the ranks that hold the same shard."""
-    mine = [(p.sharded.detach(), p.sharded.grad) for p in twin.state.params]
+    mine = [
+        (p.sharded.detach().cpu(), p.sharded.grad if p.sharded.grad is None else p.sharded.grad.cpu())
+        for p in twin.state.params
+    ]
     everyone: list[Any] = [None] * twin.size
     dist.all_gather_object(everyone, mine)
     for other in twin.state.mesh.replicate.ranks:
@@ -51,8 +56,8 @@ def test_two_replicas_of_two(communicator: str, cap: float | None) -> None:
     twin.train(3)
     check_replicas_are_equal(twin)
     assert (twin.state.mesh.shard.size, twin.state.mesh.replicate.size) == (2, 2)
-    inner = "shared memory" if communicator == "auto" else "c10d"
-    assert twin.state.engine.communicator_name == f"{inner} inside and c10d between 2 replicas"
+    inner, between = ("c10d", "c10d") if communicator == "c10d" else CHOSEN[DEVICE]
+    assert twin.state.engine.communicator_name == f"{inner} inside and {between} between 2 replicas"
 
 
 @COMMUNICATORS
@@ -131,13 +136,13 @@ def test_sum_in_float32_of_bfloat16_gradients(communicator: str) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         torch.manual_seed(0)
         model: Any = FSDP(
-            nn.Sequential(nn.Linear(DIM, 7), nn.Linear(7, 5)),
+            nn.Sequential(nn.Linear(DIM, 7), nn.Linear(7, 5)).to(DEVICE),
             device_mesh=mesh_of(2),
             communicator=communicator,
             mixed_precision=policy,
         )
         torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(DIM, 7), nn.Linear(7, 5)).bfloat16()
+        plain = nn.Sequential(nn.Linear(DIM, 7), nn.Linear(7, 5)).to(DEVICE).bfloat16()
         squared_loss(model, floats_for(0, dist.get_rank())).backward()
         gradients = []
         for rank in range(4):
@@ -219,9 +224,7 @@ def test_parameters_that_not_all_ranks_use(communicator: str, used: str) -> None
 def test_replicas_may_run_different_units() -> None:
     """Replicas gather by themselves: one that skips a unit sends zeros for it."""
     used = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2], [0, 2]]
-    twin = Twin(
-        Branches, squared_loss, lambda step, rank: (floats_for(step, rank), used[rank]), device_mesh=mesh_of(2)
-    )
+    twin = Twin(Branches, squared_loss, lambda step, rank: (floats_for(step, rank), used[rank]), device_mesh=mesh_of(2))
     twin.train(2, torch.optim.SGD)
     check_replicas_are_equal(twin)
 
@@ -247,7 +250,7 @@ def test_clipping(norm_type: float) -> None:
     twin.backward(0)
     ours = twin.model.clip_grad_norm_(0.01, norm_type)
     theirs = nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.01, norm_type)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours, theirs.cpu(), rtol=1e-5, atol=0)
     twin.check_gradients(relative=2e-5)
     check_replicas_are_equal(twin)
 
@@ -307,8 +310,7 @@ def test_memory_does_not_move() -> None:
 
 
 def test_the_plan_counts_staging_memory() -> None:
-    """One bucket of 3 x 4 fp32: two shards of 2 x 4 (padded to whole rows) = 8 elements, 1 flag, 2 x 2 values; 13 x 4
-    bytes, aligned to 512."""
+    """One bucket of 3 x 4 fp32: two shards of 2 x 4 (padded to whole rows) = 8 elements of 4 bytes, aligned to 512."""
     model = nn.Linear(4, 3, bias=False)
     assert plan_model(model, 2).staging_bytes == 0
     plan = plan_model(model, 2, replicas=2)

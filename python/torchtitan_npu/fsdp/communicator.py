@@ -17,26 +17,39 @@ logger = logging.getLogger(__name__)
 KINDS = ("auto", "shared_memory", "c10d", "hccl")
 
 
-def make_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Communicator:
-    """Collective over the ranks of ``mesh``, for parameters on ``device``. ``kind``: ``"auto"``, or another of
-    ``KINDS`` to insist on it (ValueError where it is impossible). It is about the ranks that shard; replicas reduce
-    through c10d.
+def make_communicator(mesh: Mesh, kind: str, device: torch.device, compute: _C.Device) -> _C.Communicator:
+    """Collective over the ranks of ``mesh``, for parameters on ``device``, where the engine's ``compute`` works.
+    ``kind``: ``"auto"``, or another of ``KINDS`` to insist on it (ValueError where it is impossible). It is about the
+    ranks that shard; replicas reduce through HCCL on NPUs and through c10d elsewhere.
     """
-    if mesh.replicate.size == 1:
-        return _sharding_communicator(mesh, kind, device)
-    if device.type != "cpu":
-        raise ValueError(
-            f"not supported yet: replicas of a sharded model on {device} (device_mesh has {mesh.replicate.size} rows "
-            f"of {mesh.shard.size} ranks); use a device_mesh with one dimension, or train on the CPU"
-        )
     inner = _sharding_communicator(mesh, kind, device)
+    if mesh.replicate.size == 1:
+        return inner
     token = [secrets.token_hex(16)]
     dist.broadcast_object_list(token, src=mesh.everyone.ranks[0], group=mesh.everyone.group)
     board = dist.PrefixStore(f"torchtitan-npu/{token[0]}", dist.distributed_c10d._get_default_store())
     timeouts = read_timeouts()
-    between = mesh.new_group(mesh.columns, timeouts.process_group)
-    ranks = list(mesh.replicate.ranks)
-    return _C.HybridCommunicator(inner, between, ranks, board, timeout_seconds=_wait_seconds(timeouts))
+    transport = None
+    if _uses_hccl(kind, device):
+        between = mesh.new_group(mesh.columns, timeouts.process_group, "gloo")
+        transport = _C.HcclTransport(between, "hccl/sums", device, _C.NpuQueue(device))
+    else:
+        backends = None if device.type == "cpu" else _backends_on_accelerator(mesh.replicate, kind, device)
+        between = mesh.new_group(mesh.columns, timeouts.process_group, backends)
+    return _C.HybridCommunicator(
+        inner,
+        between,
+        list(mesh.replicate.ranks),
+        board,
+        device=device,
+        compute=compute,
+        timeout_seconds=_wait_seconds(timeouts),
+        transport=transport,
+    )
+
+
+def _uses_hccl(kind: str, device: torch.device) -> bool:
+    return device.type == "npu" and kind != "c10d"
 
 
 def _wait_seconds(timeouts: Timeouts) -> float:
@@ -53,7 +66,7 @@ def _sharding_communicator(mesh: Mesh, kind: str, device: torch.device) -> _C.Co
         raise ValueError(f"communicator='hccl' is between NPUs, and the model is on {device}; use 'auto'")
     if device.type != "cpu":
         backends = _backends_on_accelerator(ranks, kind, device)
-        if device.type == "npu" and kind != "c10d":
+        if _uses_hccl(kind, device):
             return _through_hccl(mesh, device, timeouts)
         return _through_c10d(mesh, device, timeouts, backends)
     if ranks.group is None:

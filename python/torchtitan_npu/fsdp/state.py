@@ -146,9 +146,7 @@ class FSDPState:
         self._first_versions: list[int] | None = None
         self._refuse_early_optimizers(model)
         self._check_plans_agree()
-        self.engine = _C.Engine(
-            plan.native, plan.schedule, make_communicator(mesh, communicator, device), weakref.ref(self), device
-        )
+        self.engine = self._new_engine()
         self._shard(model, param_init_fn, init_seed)
         self.engine.allocate()  # after the whole parameters are gone: the peak of wrapping is theirs
         self._unlock_buffers(model)
@@ -302,6 +300,13 @@ class FSDPState:
             for module in unit.modules:
                 surround(module, self._unit_call(index, module is unit.modules[-1]))
 
+    def _new_engine(self) -> _C.Engine:
+        compute = _C.make_device(self.device)
+        communicator = make_communicator(self.mesh, self.communicator, self.device, compute)
+        return _C.Engine(
+            self.plan.native, self.plan.schedule, communicator, weakref.ref(self), self.device, compute=compute
+        )
+
     def copy(self) -> FSDPState:
         """The same shards under an engine of their own, for a copy of the model that ``attach`` names. Collective."""
         new = FSDPState.__new__(FSDPState)
@@ -312,8 +317,7 @@ class FSDPState:
         new.gradients = self._new_gradients()
         new.hooks, new.forward_methods, new.whole, new.original_buffer_dtypes = [], {}, {}, {}
         new._slots = [[] for _ in self._slots]
-        communicator = make_communicator(self.mesh, self.communicator, self.device)
-        new.engine = _C.Engine(self.plan.native, self.plan.schedule, communicator, weakref.ref(new), self.device)
+        new.engine = new._new_engine()
         new.params = []
         for index, param in enumerate(self.params):
             values = param.sharded.detach().reshape(-1)
