@@ -436,9 +436,8 @@ class Engine:
         device: torch.device,
         compute: Device,
     ) -> None:
-        """``device``: of all tensors; ``compute``: works there; ``owner``: weak reference to an object with ``_expose(unit, gathered)``, ``_prepare(unit)``,
-        ``_wrap_gradient(param, tensor)`` and
-        ``_log(message)``.
+        """``device``: of all tensors; ``compute``: works there; ``owner``: weak reference to an object with
+        ``_expose(unit, gathered)``, ``_prepare(unit)``, ``_wrap_gradient(param, tensor)`` and ``_log(message)``.
         """
     def master(self, bucket: int) -> torch.Tensor:
         """This rank's shard of the bucket: 1-D, ``shard_numel`` elements of the master dtype."""

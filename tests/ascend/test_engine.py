@@ -31,7 +31,12 @@ def run_on_cards(simulator: Path, *command: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("file", "tests", "delay"), [("step", "gradients_and_weights", "1"), ("mixed_precision", "summed_in_float32", "2")]
+    ("file", "tests", "delay"),
+    [
+        ("step", "gradients_and_weights", "1"),
+        ("mixed_precision", "summed_in_float32", "2"),
+        ("hybrid", "two_of_two or not_on_one_rank or leaves_replicas_in_step", "3"),
+    ],
 )
 def test_numbers_are_those_of_a_plain_model(simulator: Path, file: str, tests: str, delay: str) -> None:
     said = run_on_cards(

@@ -29,7 +29,7 @@ def train(folder: Path, strategy: str, dtype: str, device: torch.device, steps: 
         | {"max_seq_len": 64, "use_flash_attention": strategy != "ddp"},
         "training": {"batch_size": 2, "seq_len": 64, "learning_rate": 1e-2, "max_steps": steps, "warmup_steps": 1}
         | {"lr_schedule": "constant", "gradient_accumulation_steps": 2},
-        "parallel": {"strategy": strategy, "dtype": dtype},
+        "parallel": {"strategy": strategy, "dtype": dtype, "replicate_degree": 2 if strategy == "hsdp" else 1},
     }
     file = folder / f"{name}.{os.environ['RANK']}.yaml"
     file.write_text(yaml.safe_dump(config))

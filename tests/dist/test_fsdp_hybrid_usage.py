@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import on_ranks
+from pool import DEVICE, on_ranks
 from test_fsdp_hybrid import check_replicas_are_equal, mesh_of
 from torch import nn
 from twin import SmallModel, Twin, next_token_loss, part_of, tokens_for
@@ -42,7 +42,7 @@ def test_clipping_counts_one_replica(by_torch: bool, norm_type: float) -> None:
         ours = twin.model.clip_grad_norm_(0.01, norm_type)
     theirs = nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.01, norm_type)
     assert theirs > 0.01, "the test would not clip otherwise"
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-5, atol=0)
     assert set(everywhere(ours.item())) == {ours.item()}
     twin.check_gradients(relative=1e-5)
     check_replicas_are_equal(twin)
@@ -99,13 +99,13 @@ def test_whole_parameters_and_averages() -> None:
     plain = dict(twin.plain.named_parameters())
     with full_params(twin.model, writeback=True), torch.no_grad():
         for name, p in twin.model.named_parameters():
-            assert torch.equal(p, plain[name]), name
+            assert torch.equal(p, plain[name].cpu()), name
             p.mul_(2)
     for p in twin.state.params:
         assert torch.equal(p.sharded, part_of(p, plain[p.name] * 2))
     twin.model.load_state_dict(twin.plain.state_dict())
     with average.averaged():
-        means = everywhere([p.sharded.detach().clone() for p in twin.state.params])
+        means = everywhere([p.sharded.detach().cpu() for p in twin.state.params])
         for other in twin.state.mesh.replicate.ranks:
             assert all(torch.equal(a, b) for a, b in zip(means[twin.rank], means[other], strict=True))
     twin.train(1)
@@ -152,6 +152,7 @@ class Choice(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.last = nn.Linear(8, 8)
+        self.to(DEVICE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layers[0](x) + (self.layers[1](x) if x[0, 0] > 0 else 0)
@@ -166,7 +167,7 @@ def test_replicas_that_give_up_after_different_numbers_of_sums_stay_in_step(comm
     def batch(step: int, rank: int) -> torch.Tensor:
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank))
         x[0, 0] = 1.0 if rank < 2 else -1.0
-        return x
+        return x.to(DEVICE)
 
     twin = Twin(
         Choice,
