@@ -204,7 +204,7 @@ def main() -> None:
             "One training step on simulated Ascend cards: counts, not times",
             [
                 f"{args.ranks} ranks; {sizes} per rank; {args.shape['layers'] + 1} FSDP units; bfloat16, sums in "
-                "float32, AdamW(foreach)",
+                "float32, AdamW(fused)",
                 "the largest number of any rank; kB and MB are 10**3 and 10**6 bytes; sent: by the minimal direct "
                 "algorithm, which is (N-1)/N of the buffer",
                 "copied or cast: bytes written by operators that only move values: " + ", ".join(COPIES),

@@ -69,7 +69,7 @@ class Rank:
             model = model.bfloat16()  # the operators that FSDP's modules run, too
         self.model = wrap(engine, model.to("npu"), "bf16", bucket_cap_mb, "npu")
         torch.npu.empty_cache()  # the whole model was there for a moment
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, foreach=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         generator = torch.Generator().manual_seed(1 + spec["rank"])
         tokens_BT = torch.randint(shape.vocab, (shape.batch, shape.seq + 1), generator=generator).to("npu")
         self.inputs_BT, self.labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()

@@ -138,7 +138,7 @@ void bind_engine(py::module_& m) {
       .def(
           "allocate", [](tt::TorchEngine& self) { self.engine().allocate(); }, ReleaseGil())
       .def(
-          "begin_forward", [](tt::TorchEngine& self) { self.engine().begin_forward(); }, ReleaseGil())
+          "begin_forward", [](tt::TorchEngine& self) { self.begin_forward(); }, ReleaseGil())
       .def(
           "end_forward", [](tt::TorchEngine& self, bool backward) { self.engine().end_forward(backward); },
           py::arg("backward_follows"), ReleaseGil())

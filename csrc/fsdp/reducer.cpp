@@ -158,7 +158,6 @@ void Reducer::gradient_ready(std::int32_t param) {
   const std::int32_t bucket = plan_.placement(param).bucket;
   auto& b = state(bucket);
   const std::size_t i = index_in_bucket(param);
-  filled_[static_cast<std::size_t>(bucket)].record();
   if (!reduce_) {
     set(b.unreduced_reported, i);
   }
@@ -280,8 +279,11 @@ runtime::Contribution Reducer::contribution_of(std::int32_t bucket) const {
 }
 
 void Reducer::launch(std::int32_t bucket) {
+  client_.gradient_shard(bucket);  // where it is made, memory is taken in the order of the compute lane
+  auto& filled = filled_[static_cast<std::size_t>(bucket)];
+  filled.record();
   const runtime::LaneGuard lane(device_, runtime::Lane::kReduce);
-  filled_[static_cast<std::size_t>(bucket)].wait();
+  filled.wait();
   fill_gaps(bucket);
   auto& b = state(bucket);
   comm_.launch_reduce(contribution_of(bucket));

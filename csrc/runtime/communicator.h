@@ -116,10 +116,10 @@ class Communicator {
   virtual void launch_reduce(const Contribution& contribution) = 0;
   // Every reducible bucket of this round has been launched.
   virtual void close_round(std::uint64_t round) = 0;
-  // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more; those that it
-  // has launched become free as ever. Peers that
-  // give it up at the same place go on in step; one that waits for what does not come gets PeerError. `not_launched`:
-  // what was left, in the fixed order, where there is one; its data are void.
+  // This rank gives the round up: it launches nothing more in it and reads no contribution to it any more; those that
+  // it has launched become free as ever. Peers that give it up at the same place go on in step; one that waits for what
+  // does not come gets PeerError. `not_launched`: what was left, in the fixed order, where there is one; its data are
+  // void.
   virtual void abort_round(std::uint64_t round, std::span<const Contribution> not_launched) = 0;
   // Whether all ranks have launched (bucket, round).
   virtual bool reduce_is_ready(std::uint32_t bucket, std::uint64_t round) = 0;

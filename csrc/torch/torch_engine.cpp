@@ -76,6 +76,30 @@ void TorchEngine::bind(std::int32_t param, const at::Tensor& gathered, const at:
   }
 }
 
+void TorchEngine::begin_forward() {
+  drop_unused_gradients();
+  engine_->begin_forward();
+}
+
+void TorchEngine::drop_unused_gradients() {
+  if (where_.is_cpu() || engine_->in_forward() || engine_->in_backward()) {
+    return;
+  }
+  for (std::size_t b = 0; b < gradients_.size(); ++b) {
+    const auto& params = plan_->buckets()[b].params;
+    const auto is_held = [&](std::int32_t param) {
+      return params_[static_cast<std::size_t>(param)].sharded.grad().defined();
+    };
+    if (!gradients_[b].defined() || std::any_of(params.begin(), params.end(), is_held)) {
+      continue;
+    }
+    for (const std::int32_t param : params) {
+      params_[static_cast<std::size_t>(param)].gradient_view.reset();
+    }
+    gradients_[b].reset();
+  }
+}
+
 void TorchEngine::before_forward(std::int32_t unit) {
   if (!engine_->in_forward() && !engine_->in_backward()) {
     callbacks_.prepare(unit);
@@ -273,7 +297,7 @@ const std::byte* TorchEngine::master_shard(std::int32_t bucket) {
 std::byte* TorchEngine::gradient_shard(std::int32_t bucket) {
   auto& gradient = gradients_[static_cast<std::size_t>(bucket)];
   if (!gradient.defined()) {
-    gradient = at::zeros_like(masters_[static_cast<std::size_t>(bucket)]);
+    gradient = at::empty_like(masters_[static_cast<std::size_t>(bucket)]);
     for (const std::int32_t param : plan_->buckets()[static_cast<std::size_t>(bucket)].params) {
       auto& p = params_[static_cast<std::size_t>(param)];
       const auto piece = plan_->piece(param, comm_->rank());

@@ -51,6 +51,7 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   const fsdp::ShardPlan& plan() const { return *plan_; }
   const runtime::Communicator& communicator() const { return *comm_; }
 
+  void begin_forward();
   // A forward of the unit begins: by itself (then `prepare` is called), inside the root's, or recomputed in backward.
   void before_forward(std::int32_t unit);
   void after_forward(std::int32_t unit, bool backward_follows, bool last_module);
@@ -92,6 +93,9 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
     bool trainable = false;  // requires_grad of both leaves at the last forward
   };
 
+  // On an accelerator, gives gradient shards back that no parameter holds: its caching allocator takes them for
+  // activations, and has them again for the next backward.
+  void drop_unused_gradients();
   void refresh_trainable(std::int32_t param);
   void refresh_memory(std::int32_t param);
   std::vector<std::uint32_t> versions_of(std::int32_t unit) const;
@@ -104,7 +108,7 @@ class TorchEngine : public fsdp::EngineClient, public std::enable_shared_from_th
   EngineCallbacks callbacks_;
   std::vector<BucketStorage> storages_;
   std::vector<at::Tensor> masters_;    // per bucket, (S,)
-  std::vector<at::Tensor> gradients_;  // per bucket, (S,), made at first use
+  std::vector<at::Tensor> gradients_;  // per bucket, (S,), made when it is reduced
   std::vector<at::Tensor> extra_;
   std::vector<Param> params_;
   int examined_backward_ = -1;

@@ -31,17 +31,16 @@ def run_on_cards(simulator: Path, *command: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("file", "tests", "delay"),
+    ("files", "tests", "delay"),
     [
-        ("step", "gradients_and_weights", "1"),
+        ("step memory", "gradients_and_weights or between_steps", "1"),
         ("mixed_precision", "summed_in_float32", "2"),
         ("hybrid", "two_of_two or not_on_one_rank or leaves_replicas_in_step", "3"),
     ],
 )
-def test_numbers_are_those_of_a_plain_model(simulator: Path, file: str, tests: str, delay: str) -> None:
-    said = run_on_cards(
-        simulator, "-m", "pytest", "-q", str(DIST / f"test_fsdp_{file}.py"), "-k", tests, TT_SIM_DELAY=delay
-    )
+def test_numbers_are_those_of_a_plain_model(simulator: Path, files: str, tests: str, delay: str) -> None:
+    paths = [str(DIST / f"test_fsdp_{file}.py") for file in files.split()]
+    said = run_on_cards(simulator, "-m", "pytest", "-q", *paths, "-k", tests, TT_SIM_DELAY=delay)
     assert " passed" in said and "failed" not in said, said
 
 
