@@ -67,17 +67,17 @@ class Checkpointing:
             try:
                 self._take()
             except CheckpointError as error:
-                logger.error("%s", error)
+                self._log(logging.ERROR, str(error))
 
     def exit_status(self) -> int:
         """0, or 1 after saves that failed; says so."""
         if not self.failed_steps:
             return 0
-        logger.error(
-            "%d checkpoint(s) could not be saved, of step(s) %s (see above); the last good one is %s",
-            len(self.failed_steps),
-            ", ".join(map(str, self.failed_steps)),
-            self.last or "none",
+        steps = ", ".join(map(str, self.failed_steps))
+        self._log(
+            logging.ERROR,
+            f"{len(self.failed_steps)} checkpoint(s) could not be saved, of step(s) {steps} (see above); the last good "
+            f"one is {self.last or 'none'}",
         )
         return 1
 
@@ -87,14 +87,13 @@ class Checkpointing:
 
     def _wait(self, step: int) -> None:
         pending, start = self._saver.pending, time.monotonic()
-        logger.warning(
-            "step %d is to be saved, and the checkpoint of step %d is still being written: training waits; raise "
-            "training.checkpoint.save_interval if this happens often",
-            step,
-            pending,
+        self._log(
+            logging.WARNING,
+            f"step {step} is to be saved, and the checkpoint of step {pending} is still being written: training waits; "
+            "raise training.checkpoint.save_interval if this happens often",
         )
         self._take()
-        logger.warning("training waited %.1f s for the checkpoint of step %d", time.monotonic() - start, pending)
+        logger.info("training waited %.1f s for the checkpoint of step %d", time.monotonic() - start, pending)
 
     def _take(self, *, final: bool = False) -> None:
         step = self._saver.pending
@@ -105,4 +104,9 @@ class Checkpointing:
             self.failed_steps.append(step)
             if final or self._cfg.on_save_error == "stop":
                 raise
-            logger.error("%s; training goes on and saves again at the next interval", error)
+            self._log(logging.ERROR, f"{error}; training goes on and saves again at the next interval")
+
+    def _log(self, level: int, message: str) -> None:
+        """What every rank knows is said once."""
+        if self._rank == 0:
+            logger.log(level, "%s", message)
