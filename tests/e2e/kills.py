@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -53,7 +54,7 @@ def start(work: Workspace, flags: list[str], output: Path, file_bytes: int | Non
                 os.dup2(descriptor, 1)
                 os.dup2(descriptor, 2)
                 if file_bytes is not None:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+                    limit_files_when_saving(file_bytes)
                 from torchtitan_npu.cli import train_main
 
                 status = train_main(work.arguments(*flags))
@@ -61,6 +62,22 @@ def start(work: Workspace, flags: list[str], output: Path, file_bytes: int | Non
                 os._exit(status)
         pids.append(pid)
     return pids
+
+
+def limit_files_when_saving(file_bytes: int) -> None:
+    """From the first save on, in this process: the kernel refuses what a file has beyond ``file_bytes``.
+
+    Not earlier: the ranks' shared memory is a file, too.
+    """
+    from torchtitan_npu.checkpoint import Saver
+
+    save = Saver.save
+
+    def limited(saver: Saver, *arguments: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+        save(saver, *arguments)
+
+    Saver.save = limited  # type: ignore[method-assign]
 
 
 def finish(pids: list[int]) -> list[int]:
@@ -101,7 +118,7 @@ def last_step(work: Workspace) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def chain(directory: Path, *, kills: int, seed: int, limits: bool = True) -> dict[str, int]:
+def chain(directory: Path, *, kills: int, seed: int, limit: float) -> dict[str, int]:
     """Run all lives; raises AssertionError where one breaks a promise. Returns counts of what happened."""
     from torchtitan_npu.checkpoint import CheckpointStore
     from torchtitan_npu.checkpoint.manifest import corruption
@@ -116,7 +133,7 @@ def chain(directory: Path, *, kills: int, seed: int, limits: bool = True) -> dic
     for life in range(kills):
         output = directory / f"life-{life}.txt"
         is_async = rng.random() < 0.7
-        limited = limits and newest > 0 and rng.random() < 0.25
+        limited = newest > 0 and rng.random() < limit
         more = [*flags, f"--training.checkpoint.async_save={str(is_async).lower()}"]
         if limited:
             # Below the size of a rank's tensors; above that of logs.
@@ -169,10 +186,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--limit", type=float, default=0.25, help="share of lives with a limit on files, instead of a kill"
+    )
     args = parser.parse_args()
     preload()
     with tempfile.TemporaryDirectory() as directory:
-        sys.stdout.write(f"{chain(Path(directory), kills=args.kills, seed=args.seed)}\n")
+        counts = chain(Path(directory), kills=args.kills, seed=args.seed, limit=args.limit)
+        sys.stdout.write(f"{json.dumps(counts)}\n")
 
 
 if __name__ == "__main__":
