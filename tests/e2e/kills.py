@@ -4,24 +4,23 @@
 
 Each life of the run: two ranks (forked, so that nothing is imported twice) train from where the last one left; a random
 time after its first step, one rank or both get SIGKILL. Then there must be a checkpoint whose every byte is right, no
-older than the save interval allows. Some lives have a limit on the size of files, at a random byte, like a disk that is
-full: they must go on training, and end with status 1. The last life ends by itself; the losses of all steps must be
+older than the save interval allows. Some lives have a disk that is full at a random
+byte: they must go on training, and end with status 1. The last life ends by itself; the losses of all steps must be
 those of the undisturbed run, bit by bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,7 +32,7 @@ RANKS = 2
 LIFE_SECONDS = 60
 
 
-def start(work: Workspace, flags: list[str], output: Path, file_bytes: int | None = None) -> list[int]:
+def start(work: Workspace, flags: list[str], output: Path, disk_bytes: int | None = None) -> list[int]:
     """Fork the ranks; the process ids."""
     port = str(free_port())
     pids = []
@@ -53,8 +52,8 @@ def start(work: Workspace, flags: list[str], output: Path, file_bytes: int | Non
                 descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(descriptor, 1)
                 os.dup2(descriptor, 2)
-                if file_bytes is not None:
-                    limit_files_when_saving(file_bytes)
+                if disk_bytes is not None:
+                    fill_disk_after(disk_bytes)
                 from torchtitan_npu.cli import train_main
 
                 status = train_main(work.arguments(*flags))
@@ -64,20 +63,22 @@ def start(work: Workspace, flags: list[str], output: Path, file_bytes: int | Non
     return pids
 
 
-def limit_files_when_saving(file_bytes: int) -> None:
-    """From the first save on, in this process: the kernel refuses what a file has beyond ``file_bytes``.
+def fill_disk_after(disk_bytes: int) -> None:
+    """In this process, a disk with room for ``disk_bytes`` of each tensor file: what is beyond is not written.
 
-    Not earlier: the ranks' shared memory is a file, too.
+    A real full disk is in test_checkpoints.py, where one can be mounted; RLIMIT_FSIZE would hit logs and metrics, too.
     """
-    from torchtitan_npu.checkpoint import Saver
+    from torchtitan_npu.checkpoint import writer
 
-    save = Saver.save
+    class Stream(writer._SummingStream):
+        def _out(self, view: memoryview) -> None:
+            room = disk_bytes - self._raw.tell()
+            if len(view) > room:
+                super()._out(view[:room])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super()._out(view)
 
-    def limited(saver: Saver, *arguments: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-        save(saver, *arguments)
-
-    Saver.save = limited  # type: ignore[method-assign]
+    writer._SummingStream = Stream  # type: ignore[misc]
 
 
 def finish(pids: list[int]) -> list[int]:
@@ -136,11 +137,11 @@ def chain(directory: Path, *, kills: int, seed: int, limit: float) -> dict[str, 
         limited = newest > 0 and rng.random() < limit
         more = [*flags, f"--training.checkpoint.async_save={str(is_async).lower()}"]
         if limited:
-            # Below the size of a rank's tensors; above that of logs.
-            pids = start(work, [*more, "--training.max_steps", str(newest + 5)], output, rng.randrange(30_000, 330_000))
+            # Below the size of a rank's tensors.
+            pids = start(work, [*more, "--training.max_steps", str(newest + 5)], output, rng.randrange(330_000))
             assert finish(pids) == [1] * RANKS, output.read_text()
             text = output.read_text()
-            assert "File too large" in text and "Traceback" not in text, text
+            assert "No space left on device" in text and "Traceback" not in text, text
             assert "training goes on" in text, text
             counts["limited"] += 1
         else:
@@ -186,9 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--limit", type=float, default=0.25, help="share of lives with a limit on files, instead of a kill"
-    )
+    parser.add_argument("--limit", type=float, default=0.25, help="share of lives with a full disk, instead of a kill")
     args = parser.parse_args()
     preload()
     with tempfile.TemporaryDirectory() as directory:

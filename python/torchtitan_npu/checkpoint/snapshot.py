@@ -9,33 +9,28 @@ from torch import Tensor
 
 from torchtitan_npu.fsdp.piece import Piece
 
-_ALIGNMENT = 64
-
 
 class Snapshot:
     """Host memory for one copy of the tensors, allocated and touched once; pinned where they are on an accelerator."""
 
     def __init__(self, tensors: dict[str, Any], device: torch.device) -> None:
         self._device = device
-        plain = {name: _plain(tensor) for name, tensor in tensors.items()}
-        offsets: dict[str, int] = {}
-        # A tied weight has several names and one memory.
-        seen: dict[tuple[int, int], str] = {}
-        self._same = {name: seen.setdefault((t.data_ptr(), t.nbytes), name) for name, t in plain.items() if t.nbytes}
+        pinned = device.type != "cpu"
+        self._copies: dict[str, Tensor] = {}
+        # A tied weight has several names and one memory: it is copied under the first.
+        first_names: dict[tuple[int, int], str] = {}
         self.bytes = 0
-        for name, tensor in plain.items():
-            first = self._same.get(name, name)
+        for name, tensor in tensors.items():
+            plain = _plain(tensor)
+            first = first_names.setdefault(_memory(plain, name), name)
             if first == name:
-                offsets[name] = self.bytes
-                self.bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+                # A storage each: DCP clones what is a part of one before it writes. Filled, so that the first copy
+                # does not pay for the pages.
+                self._copies[name] = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=pinned).fill_(0)
+                self.bytes += plain.nbytes
             else:
-                offsets[name] = offsets[first]
-        # Zeros written, so that the first copy does not pay for the pages.
-        self._memory = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=device.type != "cpu").fill_(0)
-        self._copies = {
-            name: self._memory[offset : offset + plain[name].nbytes].view(plain[name].dtype).view(plain[name].shape)
-            for name, offset in offsets.items()
-        }
+                self._copies[name] = self._copies[first]
+        self._owners = set(first_names.values())
 
     def take(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Copy ``tensors`` (the same names, shapes and dtypes as at the beginning); when this returns they may change.
@@ -44,11 +39,16 @@ class Snapshot:
         """
         assert tensors.keys() == self._copies.keys()
         for name, tensor in tensors.items():
-            if self._same.get(name, name) == name:
+            if name in self._owners:
                 self._copies[name].copy_(_plain(tensor).detach(), non_blocking=True)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         return {name: _like(tensors[name], copy) for name, copy in self._copies.items()}
+
+
+def _memory(plain: Tensor, name: str) -> tuple[int, int]:
+    # Empty tensors have no memory of their own.
+    return (plain.data_ptr(), plain.nbytes) if plain.nbytes else (hash(name), 0)
 
 
 def _plain(tensor: Tensor) -> Tensor:
