@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 MARKER = "COMPLETE"
 _CHUNK_BYTES = 4 << 20
+_READERS = 16
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,20 @@ def defect(directory: Path) -> str | None:
         return str(error)
 
 
-def corruption(directory: Path, names: Iterable[str] | None = None) -> str | None:
-    """Like ``defect``, and reads the contents of ``names`` (None is all files)."""
+def corruption(directory: Path) -> str | None:
+    """Like ``defect``, and reads all contents, several files at a time."""
     try:
         sums = read_marker(directory)
         reason = wrong_sizes(directory, sums)
-        for name in sorted(sums) if names is None and reason is None else names or ():
-            found = _crc32(directory / name)
-            if found != sums[name].crc32:
-                return f"its file {name} is corrupt: CRC-32 {found:08x} instead of {sums[name].crc32:08x}"
-        return reason
+        if reason is not None:
+            return reason
+        # Reading and checksums both run without the interpreter lock; the other ranks of the machine wait meanwhile.
+        with ThreadPoolExecutor(min(_READERS, len(os.sched_getaffinity(0)))) as pool:
+            found = pool.map(lambda name: _crc32(directory / name), sums)
+            for (name, expected), value in zip(sums.items(), found, strict=True):
+                if value != expected.crc32:
+                    return f"its file {name} is corrupt: CRC-32 {value:08x} instead of {expected.crc32:08x}"
+        return None
     except (CheckpointError, OSError) as error:
         return str(error)
 

@@ -70,8 +70,13 @@ class TrainState:
 
 
 def library_versions() -> dict[str, str]:
-    """What a checkpoint records about the libraries that save it."""
-    versions = {name: metadata.version(name) for name in ("torchtitan-npu", "torch", "numpy")}
-    if "torch_npu" in sys.modules:
-        versions["torch_npu"] = metadata.version("torch_npu")
-    return {"python": platform.python_version(), **versions}
+    """What a checkpoint records about the libraries that save it; ``not installed`` where one runs from its sources."""
+
+    def version(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    names = ["torchtitan-npu", "torch", "numpy", *(["torch_npu"] if "torch_npu" in sys.modules else [])]
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
