@@ -102,9 +102,8 @@ def test_notes_are_logged_before_training(
     cli.train_main([*flags, "--parallel.dp_degree", "-1", "--model.dim", "2048"])
     out, err = capsys.readouterr()
     assert out == "model.dim: 2048 replaces llama3_7b's 4096\n"
-    warning = "training.checkpoint.async_save: true is not supported yet; saving synchronously"
-    assert err == f"WARNING: {warning}\n"
-    assert (tmp_path / "train.log").read_text().splitlines() == [out.strip(), warning]
+    assert err == ""
+    assert (tmp_path / "train.log").read_text().splitlines() == [out.strip()]
 
 
 def test_train_checks_the_world_size_first(
@@ -150,7 +149,7 @@ def test_dry_run_plans_for_the_world_size(
     assert (config.model.name, world_size) == ("llama3_7b", expected)
     out, err = capsys.readouterr()
     assert out == f"plan for {expected}\n"
-    assert "async_save: true is not supported yet" in err
+    assert err == ""
 
 
 def test_dry_run_reports_once_a_machine(

@@ -28,7 +28,7 @@ from torchtitan_npu.config.keys import KEYS, SECTIONS
 from torchtitan_npu.config.presets import PRESET_FIELDS
 from torchtitan_npu.config.reference import render_reference
 from torchtitan_npu.config.rules import HINTS, RULES
-from torchtitan_npu.config.unsupported import REFUSED, REPLACED
+from torchtitan_npu.config.unsupported import REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "model:\n  name: llama3_debug\ntraining:\n  learning_rate: 3e-4\n  max_steps: 100\n"
@@ -64,9 +64,8 @@ def test_the_articles_yaml_loads_with_these_values() -> None:
     assert config.training.checkpoint.save_interval == 5000
     assert config.parallel.dtype == "bf16"
     assert config.preset_overrides == {}  # the file repeats the preset's values
-    assert config.warnings == [
-        "training.checkpoint.async_save: true is not supported yet; saving synchronously",
-    ]
+    assert config.training.checkpoint.async_save is True
+    assert config.warnings == []
 
 
 def test_the_debug_example_loads_on_any_number_of_ranks() -> None:
@@ -294,7 +293,6 @@ def test_a_rule_is_not_checked_on_invalid_values(tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("parallel.tp_degree", 2),
-        ("training.checkpoint.save_interval_minutes", 5),
         ("data.num_workers", 1),
     ],
 )
@@ -305,7 +303,7 @@ def test_what_is_not_built_is_refused(tmp_path: Path, key: str, value: object) -
 
 
 def test_tables_name_existing_keys_and_defaults_pass_them() -> None:
-    for row in (*REFUSED, *REPLACED):
+    for row in REFUSED:
         assert not row.matches(KEYS[row.key].default), row.key
     for rule in RULES:
         assert {rule.key, *rule.others} <= KEYS.keys()

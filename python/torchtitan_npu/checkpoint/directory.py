@@ -3,16 +3,15 @@
 checkpoints/
   step-00000200/        one checkpoint
     .metadata, *.distcp   tensors (torch.distributed.checkpoint)
-    meta.json             step, tokens, data position, configuration
-    rank-00000.json       one per rank: random state
-    COMPLETE              written last: names and sizes of all the other files
+    meta.json             step, tokens, data position, configuration, versions
+    rank-00000.json       one per rank: random states
+    COMPLETE              written last: sizes and checksums of all the other files
   step-00000400.tmp/    a save in progress, or what an interrupted one left
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -20,55 +19,22 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from torchtitan_npu.checkpoint.manifest import (
+    MARKER,
+    CheckpointError,
+    Sums,
+    corruption,
+    defect,
+    fsync_directory,
+    write_marker,
+    wrong_sizes,
+)
+
 logger = logging.getLogger(__name__)
 
-MARKER = "COMPLETE"
 _NAME = re.compile(r"step-(\d{8,})")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, found or used; the message names it and the way out."""
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in ``path`` survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` so that it is always either the old or the new file, also after a power failure."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_directory(path.parent)
-
-
-def _sizes(path: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.name != MARKER}
-
-
-def defect(path: Path) -> str | None:
-    """Why the checkpoint ``path`` cannot be used, or None when it is complete. Reads file sizes, not contents."""
-    try:
-        recorded = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-        present = _sizes(path)
-    except FileNotFoundError:
-        return f"it has no {MARKER} marker: its save did not finish"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its {MARKER} marker cannot be read: {error}"
-    for name, size in recorded.items():
-        if name not in present:
-            return f"its file {name} is missing"
-        if present[name] != size:
-            return f"its file {name} has {present[name]} bytes instead of {size}"
-    return None
+_OUR_FILES = re.compile(rf"(\.metadata|__\d+_\d+\.distcp|meta\.json|rank-\d{{5,}}\.json|{MARKER})(\.tmp)?")
+_SPARE_BYTES = 16 << 20
 
 
 class CheckpointStore:
@@ -76,10 +42,16 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.damaged: set[int] = set()
+        """Steps whose checkpoint has the right sizes and the wrong contents; they count as incomplete."""
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies."""
         return self.root / f"step-{step:08d}"
+
+    def temporary(self, step: int) -> Path:
+        """Where it is written."""
+        return self.root / f"step-{step:08d}.tmp"
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints that were renamed into place, complete or not, ascending."""
@@ -89,15 +61,16 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def complete_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
-        return [step for step in self.steps() if defect(self.path(step)) is None]
+        """Steps of the complete checkpoints, ascending. Looks at file sizes and at what was found damaged before."""
+        return [step for step in self.steps() if step not in self.damaged and defect(self.path(step)) is None]
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; a newer one that is damaged is passed over with a warning."""
+        """The newest checkpoint whose every byte is as saved; a newer one that is not is passed over with a warning."""
         for step in reversed(self.steps()):
-            reason = defect(self.path(step))
+            reason = corruption(self.path(step))
             if reason is None:
                 return self.path(step)
+            self.damaged.add(step)
             logger.warning("checkpoint %s is passed over: %s", self.path(step), reason)
         return None
 
@@ -117,40 +90,98 @@ class CheckpointStore:
                 f"--checkpoint_dir {self.root} cannot be written: {error}; name another directory"
             ) from error
 
-    def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint of ``step`` into; leftovers of interrupted saves are removed."""
+    def begin(self, step: int, needed_bytes: int) -> Path:
+        """An empty directory to write the checkpoint of ``step`` into; leftovers of interrupted saves are removed.
+
+        Raises:
+            CheckpointError: less than ``needed_bytes`` and a little more are free; nothing has been written.
+            OSError: the directory is gone, or read-only.
+        """
         for leftover in self.root.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
-        temporary = self.path(step).with_suffix(".tmp")
+            if not _NAME.fullmatch(leftover.stem):
+                continue
+            stranger = foreign(leftover)
+            if stranger is None:
+                shutil.rmtree(leftover)
+            elif leftover == self.temporary(step):
+                raise CheckpointError(f"{leftover} is not one of our checkpoints: {stranger}; move it away")
+        status = os.statvfs(self.root)
+        free = status.f_bavail * status.f_frsize
+        if free < needed_bytes + min(needed_bytes, _SPARE_BYTES):
+            raise CheckpointError(
+                f"{self.root} has {free:,} bytes free and the checkpoint needs {needed_bytes:,}; make room, or lower "
+                "training.checkpoint.max_keep"
+            )
+        temporary = self.temporary(step)
         temporary.mkdir()
         return temporary
 
-    def commit(self, temporary: Path, step: int) -> Path:
+    def commit(self, temporary: Path, step: int, sums: Sums) -> Path:
         """Turn ``temporary``, in which every file is written and synced, into the complete checkpoint of ``step``.
 
         Raises:
-            CheckpointError: there already is a complete checkpoint of this step; it is left alone.
+            CheckpointError: what lies there is not what was written, or there already is something in its place that
+                is complete or not ours; it is left alone.
         """
+        reason = wrong_sizes(temporary, sums)
+        if reason is not None:
+            raise CheckpointError(f"{temporary} is not as it was written: {reason}")
         final = self.path(step)
-        if final.exists():
-            if defect(final) is None:
+        if os.path.lexists(final):
+            stranger = foreign(final)
+            if stranger is not None:
+                raise CheckpointError(f"{final} is not one of our checkpoints: {stranger}; move it away")
+            if corruption(final) is None:
                 raise CheckpointError(f"{final} already exists and is complete; it is not overwritten")
-            shutil.rmtree(final)
-        sizes = _sizes(temporary)
+            self._remove(final)
         fsync_directory(temporary)
         os.replace(temporary, final)
         fsync_directory(self.root)
-        write_durably(final / MARKER, json.dumps({"files": sizes}, indent=1))
+        write_marker(final, sums)
+        self.damaged.discard(step)
         return final
 
-    def retain(self, max_keep: int) -> None:
-        """Remove all but the newest ``max_keep`` complete checkpoints; 0 keeps all. Damaged ones do not count."""
+    def discard(self, step: int) -> None:
+        """Remove what a failed save of ``step`` has written."""
+        temporary = self.temporary(step)
+        try:
+            if temporary.exists() and foreign(temporary) is None:
+                shutil.rmtree(temporary)
+        except OSError as error:
+            logger.warning("%s, which a failed save left, could not be removed: %s", temporary, error)
+
+    def retain(self, newest: int, *, max_keep: int, keep_every: int) -> None:
+        """Remove all but the newest ``max_keep`` complete checkpoints; 0 keeps all. Damaged ones do not count.
+
+        Args:
+            newest: the step that has just been saved; it stays, whatever is there.
+            keep_every: steps that are multiples of it stay, too, and do not count; 0 is off.
+        """
         if max_keep == 0:
             return
-        for step in self.complete_steps()[:-max_keep]:
+        counted = [step for step in self.complete_steps() if not (keep_every and step % keep_every == 0)]
+        for step in counted[:-max_keep]:
             path = self.path(step)
+            stranger = foreign(path)
+            if step == newest or stranger is not None:
+                continue
             logger.info("checkpoint %s removed (training.checkpoint.max_keep is %d)", path, max_keep)
-            # Marker first: a removal that is interrupted leaves nothing that looks complete.
-            with contextlib.suppress(FileNotFoundError):
-                (path / MARKER).unlink()
-            shutil.rmtree(path)
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        # Marker first: a removal that is interrupted leaves nothing that looks complete.
+        with contextlib.suppress(FileNotFoundError):
+            (path / MARKER).unlink()
+        shutil.rmtree(path)
+
+
+def foreign(path: Path) -> str | None:
+    """Why ``path`` was not made by a save of ours, or None when it was: then it may be removed."""
+    if path.is_symlink():
+        return "it is a symbolic link"
+    if not path.is_dir():
+        return "it is not a directory"
+    for entry in sorted(path.iterdir()):
+        if not _OUR_FILES.fullmatch(entry.name) or entry.is_dir():
+            return f"it holds {entry.name}"
+    return None

@@ -16,16 +16,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
-from torchtitan_npu.checkpoint.directory import CheckpointError, defect
-from torchtitan_npu.checkpoint.state import TrainState, restore_random_state
+from torchtitan_npu.checkpoint import random_state
+from torchtitan_npu.checkpoint.manifest import CheckpointError, defect
+from torchtitan_npu.checkpoint.state import TrainState
 from torchtitan_npu.checkpoint.tensors import collect, distribute
 
 logger = logging.getLogger(__name__)
 
-_LISTED = 5
+_LISTED = 20
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> TrainState:
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, device: torch.device
+) -> TrainState:
     """Load tensors, optimizer state and random state from the checkpoint ``path``. Collective.
 
     The random state is restored when the world size is the one that saved; otherwise it stays, and a line says so.
@@ -41,14 +44,16 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, shar
     reader = dcp.FileSystemReader(path)
     tensors = collect(model, optimizer, sharded=sharded)
     try:
-        _check_same_model(path, tensors, _read_metadata(path, reader))
+        table = _table(tensors, _read_metadata(path, reader))
+        if table:
+            raise CheckpointError(f"{path} belongs to another model; its tensors differ:\n{table}")
         dcp.load(tensors, storage_reader=reader, planner=_PiecePlanner())
     except CheckpointException as error:
         listed = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{path} cannot be loaded: {listed}; resume from another checkpoint") from error
     distribute(tensors, model, optimizer, sharded=sharded)
     if state.world_size == dist.get_world_size():
-        restore_random_state(path, dist.get_rank())
+        random_state.restore(path, dist.get_rank(), device)
     else:
         logger.info(
             "%s was saved by %d ranks and is continued on %d: the numbers may differ in their last digits",
@@ -61,7 +66,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, shar
 
 class _PiecePlanner(dcp.DefaultLoadPlanner):
     """Reads every chunk that this rank holds. The default planner would compare a piece's own size with the whole
-    tensor's; ``_check_same_model`` has compared the right ones."""
+    tensor's; ``_table`` has compared the right ones."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -78,24 +83,39 @@ def _read_metadata(path: Path, reader: dcp.FileSystemReader) -> Metadata:
         raise CheckpointError(f"{path}/.metadata cannot be read: {error}; resume from another checkpoint") from error
 
 
-def _check_same_model(path: Path, tensors: dict[str, Any], metadata: Metadata) -> None:
+def tensor_differences(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> str:
+    """A table of the tensors that the checkpoint ``path`` and the model do not have in common; empty if none.
+
+    Raises:
+        CheckpointError: the list of the checkpoint's tensors cannot be read.
+    """
+    metadata = _read_metadata(path, dcp.FileSystemReader(path))
+    return _table(collect(model, optimizer, sharded=sharded), metadata)
+
+
+def _table(tensors: dict[str, Any], metadata: Metadata) -> str:
     saved = {
         name: tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
     wanted = {name: tuple(getattr(tensor, "whole_shape", tensor.shape)) for name, tensor in tensors.items()}
-    problems = [f"{name}: in the model, not in the checkpoint" for name in wanted.keys() - saved.keys()]
-    problems += [f"{name}: in the checkpoint, not in the model" for name in saved.keys() - wanted.keys()]
-    problems += [
-        f"{name}: {list(saved[name])} in the checkpoint, {list(size)} in the model"
-        for name, size in wanted.items()
-        if name in saved and saved[name] != size
+    rows = [
+        (name, _shape(saved.get(name)), _shape(wanted.get(name)))
+        for name in sorted(wanted.keys() | saved.keys())
+        if saved.get(name) != wanted.get(name)
     ]
-    if problems:
-        problems.sort()
-        more = [f"… and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-        raise CheckpointError(
-            f"{path} belongs to another model ({len(problems)} tensors differ); use the model section it was trained "
-            "with (meta.json has it), or another --checkpoint_dir:\n  " + "\n  ".join(problems[:_LISTED] + more)
-        )
+    if not rows:
+        return ""
+    # The optimizer's tensors differ where the model's do, and say nothing more.
+    of_model = [row for row in rows if not row[0].startswith("optimizer.")] or rows
+    table = [("tensor", "in the checkpoint", "in the model"), *of_model[:_LISTED]]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
+    if len(of_model) > _LISTED:
+        lines.append(f"… and {len(of_model) - _LISTED} more")
+    return "\n".join(lines)
+
+
+def _shape(size: tuple[int, ...] | None) -> str:
+    return "none" if size is None else str(list(size))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import json
+import platform
+import sys
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
+from torchtitan_npu.checkpoint.manifest import CheckpointError, FileSum, write_durably
+from torchtitan_npu.config import CONFIG_VERSION
 
-from torchtitan_npu.checkpoint.directory import CheckpointError, write_durably
-
-FORMAT = 1
+FORMAT = 2
+"""Of everything besides the tensors; a reader refuses other ones."""
 META = "meta.json"
 
 
@@ -33,9 +35,19 @@ class TrainState:
     loss_scaler: dict[str, Any] = field(default_factory=dict)
     """``GradScaler.state_dict()``: of float16 training, else empty."""
 
-    def write(self, directory: Path) -> None:
+    learning_rate: float = 0.0
+    """Of the last step. For readers: the schedule is a function of the step, and a resumed run computes it anew."""
+    train_seconds: float = 0.0
+    """Wall time of all training steps since step 1, over all runs."""
+    saved_at: str = ""
+    """UTC, ISO 8601."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the libraries that saved."""
+
+    def write(self, directory: Path) -> FileSum:
         """Write ``meta.json``."""
-        write_durably(directory / META, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+        content = {"format": FORMAT, "config_version": CONFIG_VERSION, **asdict(self)}
+        return write_durably(directory / META, json.dumps(content, indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> TrainState:
@@ -47,32 +59,24 @@ class TrainState:
         path = directory / META
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content.pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+            for name, known in (("format", FORMAT), ("config_version", CONFIG_VERSION)):
+                version = content.pop(name)
+                if version != known:
+                    by = "a newer version of torchtitan-npu wrote it, use that" if version > known else "it is too old"
+                    raise ValueError(f"its {name} is {version}, and this torchtitan-npu reads {known}: {by}")
             return cls(**content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be used: {error}; resume from another checkpoint") from error
 
 
-def _rank_path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank:05d}.json"
+def library_versions() -> dict[str, str]:
+    """What a checkpoint records about the libraries that save it; ``not installed`` where one runs from its sources."""
 
+    def version(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "not installed"
 
-def write_random_state(directory: Path, rank: int) -> None:
-    """Save this rank's state of torch's random generator."""
-    state = base64.b64encode(bytes(torch.get_rng_state().tolist())).decode("ascii")
-    write_durably(_rank_path(directory, rank), json.dumps({"torch_rng_state": state}))
-
-
-def restore_random_state(directory: Path, rank: int) -> None:
-    """Restore what ``write_random_state`` saved.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
-    path = _rank_path(directory, rank)
-    try:
-        state = base64.b64decode(json.loads(path.read_text(encoding="utf-8"))["torch_rng_state"], validate=True)
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}; resume from another checkpoint") from error
+    names = ["torchtitan-npu", "torch", "numpy", *(["torch_npu"] if "torch_npu" in sys.modules else [])]
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}

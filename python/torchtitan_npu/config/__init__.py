@@ -6,10 +6,11 @@ from .errors import ConfigError, Problem
 from .load import config_from_dict, load_config, to_dict
 from .presets import PRESETS, preset
 from .run_args import RunArgs
-from .schema import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from .schema import CONFIG_VERSION, CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from .world import Degrees, configured_world_size, validate_world
 
 __all__ = [
+    "CONFIG_VERSION",
     "PRESETS",
     "CheckpointConfig",
     "Config",

@@ -15,7 +15,7 @@ from .overrides import parse_overrides
 from .presets import PRESET_FIELDS, PRESETS
 from .rules import HINTS, RULES
 from .schema import PRESET, Config
-from .unsupported import REFUSED, REPLACED
+from .unsupported import REFUSED
 from .yaml_file import YamlFile, read_yaml
 
 
@@ -172,11 +172,7 @@ class _Loading:
             self._problem(rule.key, what)
 
     def _warnings(self) -> list[str]:
-        warnings = [
-            f"{row.key}: {show(self.values[row.key])} is not supported yet; {row.way_out}"
-            for row in REPLACED
-            if row.matches(self.values[row.key])
-        ]
+        warnings = []
         for hint in HINTS:
             values = [self.values[key] for key in hint.keys]
             if hint.applies(*values):

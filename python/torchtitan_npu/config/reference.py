@@ -17,7 +17,7 @@ from .keys import KEYS, NO_DEFAULT, SECTIONS, Key, members
 from .presets import PRESET_FIELDS, PRESETS
 from .rules import RULES
 from .schema import PRESET
-from .unsupported import REFUSED, REPLACED
+from .unsupported import REFUSED
 
 _HEAD = """\
 <!-- Generated: python -m torchtitan_npu.config.reference > docs/configuration.md -->
@@ -85,7 +85,6 @@ def _rules(key: Key) -> str:
             yield str(bounds)
         yield from (rule.text for rule in RULES if rule.key == key.name)
         yield from (f"not yet: {row.values}" for row in REFUSED if row.key == key.name)
-        yield from (f"not yet: {row.values} ({row.way_out}, with a warning)" for row in REPLACED if row.key == key.name)
 
     return "; ".join(parts())
 

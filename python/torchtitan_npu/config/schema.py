@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from .bounds import DegreeOrRest, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitsAhead
 
+CONFIG_VERSION = 1
+"""Of the keys and their meaning, as checkpoints record them."""
+
 DEFAULT_FROM = "default_from"
 PRESET = "preset"
 
@@ -52,13 +55,17 @@ class CheckpointConfig:
     """The section ``training.checkpoint``: when to save, and how much to keep."""
 
     async_save: bool = False
-    """Save in the background."""
+    """Write in the background; training stops for one copy of the rank's tensors in host memory, held all the time."""
     save_interval: NonNegativeInt = 500
     """Optimizer steps between saves; 0 saves only at the end."""
     save_interval_minutes: NonNegativeFloat = 0.0
-    """Also save when this many minutes have passed; 0 is off."""
+    """Also save when this many minutes have passed since the last save, by rank 0's clock; 0 is off."""
     max_keep: NonNegativeInt = 3
     """How many complete checkpoints stay on disk; 0 keeps all."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of this stay for ever, and do not count in `max_keep`; 0 is off."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """What a save that failed does to training; the exit status is not zero either way."""
 
 
 @dataclass(frozen=True, kw_only=True)

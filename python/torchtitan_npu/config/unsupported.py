@@ -20,14 +20,6 @@ class Unsupported:
 
 REFUSED: tuple[Unsupported, ...] = (
     Unsupported("parallel.tp_degree", "> 1", lambda degree: degree > 1, "set it to 1"),
-    Unsupported(
-        "training.checkpoint.save_interval_minutes", "> 0", lambda minutes: minutes > 0, "use save_interval (steps)"
-    ),
     Unsupported("data.num_workers", "> 0", lambda workers: workers > 0, "set it to 0"),
 )
 """These values are errors."""
-
-REPLACED: tuple[Unsupported, ...] = (
-    Unsupported("training.checkpoint.async_save", "true", lambda value: value, "saving synchronously"),
-)
-"""These values are taken, with a warning that says what is done instead: the run's result is the same."""

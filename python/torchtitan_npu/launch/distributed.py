@@ -113,24 +113,24 @@ def announced_failure(wait_seconds: float = 2.0) -> str | None:
         return None
 
 
-def gather_rows(row: list[float]) -> list[list[float]]:
+def gather_rows(row: list[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
     """Every rank's ``row`` (the same length everywhere), in rank order, exact in fp64. Collective."""
     mine = torch.tensor(row, dtype=torch.float64)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
     return [other.tolist() for other in rows]
 
 
-def gather_texts(text: str) -> list[str]:
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Every rank's ``text``, in rank order. Collective."""
     data = text.encode("utf-8")
-    sizes = [int(row[0]) for row in gather_rows([len(data)])]
+    sizes = [int(row[0]) for row in gather_rows([len(data)], group)]
     longest = max(sizes)
     if longest == 0:
         return [""] * len(sizes)
     mine = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8)
     texts = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(texts, mine)
+    dist.all_gather(texts, mine, group=group)
     return [bytes(other.tolist())[:size].decode("utf-8") for other, size in zip(texts, sizes, strict=True)]
 
 

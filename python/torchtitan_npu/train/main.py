@@ -48,11 +48,11 @@ def _run(cfg: Config, args: RunArgs, env: Environment) -> int:
         _log_npu_variables(cfg)
     connect(env, timeouts, device)
     trainer = Trainer(cfg, args, env, device)
-    trainer.train()
+    status = trainer.train()
     trainer.close()
     if env.world_size > 1:
         gather_rows([0.0])  # no rank leaves while another may still need it
-    return 0
+    return status
 
 
 def _log_npu_variables(cfg: Config) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, TrainState
-from torchtitan_npu.checkpoint.directory import defect
+from torchtitan_npu.checkpoint.manifest import corruption
 from torchtitan_npu.config import Config, to_dict
 
 logger = logging.getLogger(__name__)
@@ -36,25 +36,33 @@ def choose_checkpoint(resume: str, store: CheckpointStore) -> Path | None:
 
 
 def _explicit(path: Path) -> Path:
-    if not path.is_dir():
-        raise CheckpointError(f"training.resume={path}: no such directory; give a checkpoint's, or auto")
+    try:
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "no such directory"
+            raise CheckpointError(f"training.resume={path}: {what}; give a checkpoint's directory, or auto")
+        list(path.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"training.resume={path} cannot be read: {error}") from error
     inside = CheckpointStore(path)
     if inside.steps():
         newest = inside.newest()
         if newest is None:
             raise CheckpointError(f"training.resume={path}: none of its checkpoints is complete")
         return newest
-    reason = defect(path)
+    reason = corruption(path)
     if reason is not None:
         raise CheckpointError(f"training.resume={path} cannot be used: {reason}")
     return path
 
 
-def compare_configuration(path: Path, saved: dict[str, Any], cfg: Config) -> None:
+def compare_configuration(path: Path, saved: dict[str, Any], cfg: Config, table: str) -> None:
     """Refuse a checkpoint of another model; log every other setting that has changed since.
 
+    Args:
+        table: the tensors that differ, or nothing.
+
     Raises:
-        CheckpointError: a key of the model section differs that changes what the model computes.
+        CheckpointError: a tensor differs, or a key of the model section that changes what the model computes.
     """
     now = to_dict(cfg)
     changed = {
@@ -67,8 +75,9 @@ def compare_configuration(path: Path, saved: dict[str, Any], cfg: Config) -> Non
         for key, values in changed.items()
         if key.startswith("model.") and key.partition(".")[2] not in _FREE_MODEL_KEYS
     }
-    if model:
-        listed = "\n  ".join(f"{key}: {old} in the checkpoint, {new} now" for key, (old, new) in model.items())
+    if model or table:
+        lines = [f"{key}: {old} in the checkpoint, {new} now" for key, (old, new) in model.items()]
+        listed = "\n  ".join(lines + table.splitlines())
         raise CheckpointError(
             f"{path} belongs to another model; use the model section it was trained with, or another "
             f"--checkpoint_dir:\n  {listed}"

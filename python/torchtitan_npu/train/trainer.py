@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
-from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, TrainState, load, save
+from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, Saver, TrainState, load, tensor_differences
+from torchtitan_npu.checkpoint.state import library_versions
 from torchtitan_npu.config import Config, RunArgs, to_dict, validate_world
 from torchtitan_npu.data import Batch
 from torchtitan_npu.launch import Environment, gather_rows, gather_texts, together
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import estimate_memory
+from torchtitan_npu.train.checkpointing import Checkpointing
 from torchtitan_npu.train.loss import count_valid_labels, step_loss
 from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
@@ -23,6 +26,7 @@ from torchtitan_npu.train.parallelize import make_scaler, parallelize
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
 from torchtitan_npu.train.setup import log_header, open_loader
+from torchtitan_npu.train.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +54,10 @@ class Trainer:
         self.loader = open_loader(cfg, args, env, self.dp_degree)
         self.step = 0
         self.tokens = 0
-        self.last_checkpoint = self._choose_checkpoint()
-        self.finished = self._already_finished()
+        self.train_seconds = 0.0
+        self.learning_rate = 0.0
+        chosen = self._choose_checkpoint()
+        self.finished = self._already_finished(chosen)
         if self.finished:
             return
 
@@ -67,20 +73,42 @@ class Trainer:
             dp_degree=self.dp_degree,
             memory=estimate_memory(cfg, env.world_size).describe() if env.rank == 0 else "",
         )
-        if self.last_checkpoint is not None:
-            self._resume(self.last_checkpoint)
+        if chosen is not None:
+            self._resume(chosen)
         self.metrics = together(lambda: MetricsWriter(args.log_dir, resumed_step=self.step) if env.rank == 0 else None)
         self._capacity_bytes = capacity_bytes(device)
+        checkpoint = cfg.training.checkpoint
+        saver = Saver(
+            self.store,
+            self.model.module,
+            self.optimizer,
+            sharded=self.model.sharded,
+            device=device,
+            async_save=checkpoint.async_save,
+            max_keep=checkpoint.max_keep,
+            keep_every=checkpoint.keep_every,
+        )
+        self._signals = StopSignals()
+        self.checkpoints = Checkpointing(checkpoint, saver, self._signals, rank=env.rank, last=chosen)
 
-    def train(self) -> None:
-        """Run the remaining steps, saving as configured.
+    def train(self) -> int:
+        """Run the remaining steps, saving as configured; SIGTERM or SIGUSR1 on any rank saves and stops all.
+
+        Returns:
+            The exit status: 1 if a save failed, else 0.
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
-            CheckpointError: the last checkpoint could not be saved.
+            CheckpointError: the last checkpoint could not be saved, or one at all and ``on_save_error`` is stop.
         """
         if self.finished:
-            return
+            return 0
+        with self._signals:
+            self._run_steps()
+        self._log_end()
+        return self.checkpoints.exit_status()
+
+    def _run_steps(self) -> None:
         training = self.cfg.training
         first_step = self.step + 1
         interval_tokens, interval_seconds = 0, 0.0
@@ -100,10 +128,11 @@ class Trainer:
                 # The first step warms up caches and allocators.
                 remaining = (training.max_steps - step) * seconds_since_start / done
                 logger.info("about %s to go, for %d more steps", format_duration(remaining), training.max_steps - step)
-            interval = training.checkpoint.save_interval
-            if step == training.max_steps or (interval and step % interval == 0):
-                self._save(final=step == training.max_steps)
-        self._log_end()
+            self.train_seconds += metrics.step_time
+            self.learning_rate = metrics.lr
+            self.checkpoints.after_step(step, final=step == training.max_steps, state=self._state)
+            if self.checkpoints.stop_signal:
+                return
 
     def close(self) -> None:
         """Flush and close the files of the metrics."""
@@ -132,7 +161,8 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         overflow = self.scaler.overflowed(self.optimizer)
         grad_norm = self.model.clip_grad_norm(training.max_grad_norm)
-        rows = gather_rows([loss_sum, grad_norm, peak_bytes(self.device)])
+        rows = gather_rows([loss_sum, grad_norm, peak_bytes(self.device), *self.checkpoints.flags()])
+        self.checkpoints.agree([row[3:] for row in rows])
         self._check_finite(step, rows, first_sample, overflow=overflow)
 
         learning_rate = learning_rate_at(
@@ -204,7 +234,9 @@ class Trainer:
         if not bad_loss and not bad_norm:
             return
         what = f"the loss on rank(s) {bad_loss}" if bad_loss else "the gradient (every loss is finite)"
-        kept = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "there is no checkpoint"
+        self.checkpoints.settle()
+        last = self.checkpoints.last
+        kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
         raise TrainingError(
             f"step {step}: {what} is not finite; the update was not applied on any rank, and {kept}. The step read the "
             f"global samples {first_sample}..{self.loader.global_sample - 1}. Lower training.learning_rate, lengthen "
@@ -222,15 +254,15 @@ class Trainer:
         chosen = gather_texts(together(choose))[0]
         return Path(chosen) if chosen else None
 
-    def _already_finished(self) -> bool:
-        if self.last_checkpoint is None:
+    def _already_finished(self, chosen: Path | None) -> bool:
+        if chosen is None:
             return False
-        step = TrainState.read(self.last_checkpoint).step
+        step = TrainState.read(chosen).step
         if step < self.cfg.training.max_steps:
             return False
         logger.info(
             "nothing to do: %s is at step %d and training.max_steps is %d; raise training.max_steps to train on",
-            self.last_checkpoint,
+            chosen,
             step,
             self.cfg.training.max_steps,
         )
@@ -238,15 +270,17 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         state = together(lambda: TrainState.read(path))
-        compare_configuration(path, state.config, self.cfg)
-        load(path, self.model.module, self.optimizer, sharded=self.model.sharded)
+        model, sharded = self.model.module, self.model.sharded
+        table = tensor_differences(path, model, self.optimizer, sharded=sharded)
+        compare_configuration(path, state.config, self.cfg, table)
+        load(path, model, self.optimizer, sharded=sharded, device=self.device)
         try:
             self.loader.load_state_dict(state.data)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         if state.loss_scaler:
             self.scaler.load_state_dict(state.loss_scaler)
-        self.step, self.tokens = state.step, state.tokens
+        self.step, self.tokens, self.train_seconds = state.step, state.tokens, state.train_seconds
         logger.info(
             "resumed from %s: step %d of %d, %s tokens, global sample %s",
             path,
@@ -256,37 +290,36 @@ class Trainer:
             f"{self.loader.global_sample:,}",
         )
 
-    def _save(self, *, final: bool) -> None:
-        """Save; a failure is logged and the run goes on, except at the end."""
-        state = TrainState(
+    def _state(self) -> TrainState:
+        return TrainState(
             step=self.step,
             tokens=self.tokens,
             world_size=self.env.world_size,
             data=self.loader.state_dict(),
             config=to_dict(self.cfg),
             loss_scaler=self.scaler.state_dict(),
+            learning_rate=self.learning_rate,
+            train_seconds=self.train_seconds,
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions=library_versions(),
         )
-        try:
-            self.last_checkpoint = save(
-                self.store,
-                self.model.module,
-                self.optimizer,
-                state,
-                sharded=self.model.sharded,
-                max_keep=self.cfg.training.checkpoint.max_keep,
-            )
-        except CheckpointError as error:
-            if final:
-                raise
-            logger.error("%s; training goes on and saves again at the next interval", error)
 
     def _log_end(self) -> None:
-        assert self.last_checkpoint is not None, "the last step saves"
-        if self.metrics is not None:
+        last = self.checkpoints.last
+        assert last is not None, "the last step saves"
+        if self.checkpoints.stop_signal:
+            logger.info(
+                "stopped by %s after step %d of %d, saved in %s; the same command continues from there",
+                self.checkpoints.stopped_by(),
+                self.step,
+                self.cfg.training.max_steps,
+                last,
+            )
+        elif self.metrics is not None:
             logger.info(
                 "done, %d steps. Checkpoint: %s, metrics: %s, TensorBoard: tensorboard --logdir %s",
                 self.step,
-                self.last_checkpoint,
+                last,
                 self.metrics.path,
                 self.metrics.tensorboard_dir,
             )
