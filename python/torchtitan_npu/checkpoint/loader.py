@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
 from torchtitan_npu.checkpoint.directory import CheckpointError, defect
 from torchtitan_npu.checkpoint.state import TrainState, restore_random_state
-from torchtitan_npu.checkpoint.tensors import collect, distribute
+from torchtitan_npu.checkpoint.tensor_source import SafeReader
+from torchtitan_npu.checkpoint.tensors import collect, distribute, is_optimizer_state
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,14 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, shar
     if reason is not None:
         raise CheckpointError(f"{path} cannot be used: {reason}; resume from another checkpoint")
     state = TrainState.read(path)
-    reader = dcp.FileSystemReader(path)
+    reader = SafeReader(path)
     tensors = collect(model, optimizer, sharded=sharded)
     try:
-        _check_same_model(path, tensors, _read_metadata(path, reader))
+        metadata = _read_metadata(path, reader)
+        if state.step == 0 and not any(is_optimizer_state(name) for name in metadata.state_dict_metadata):
+            # Imported weights: the optimizer starts from nothing.
+            tensors = {name: tensor for name, tensor in tensors.items() if not is_optimizer_state(name)}
+        _check_same_model(path, tensors, metadata)
         dcp.load(tensors, storage_reader=reader, planner=_PiecePlanner())
     except CheckpointException as error:
         listed = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
@@ -49,7 +54,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, shar
     distribute(tensors, model, optimizer, sharded=sharded)
     if state.world_size == dist.get_world_size():
         restore_random_state(path, dist.get_rank())
-    else:
+    elif state.world_size:
         logger.info(
             "%s was saved by %d ranks and is continued on %d: the numbers may differ in their last digits",
             path,
@@ -74,7 +79,7 @@ class _PiecePlanner(dcp.DefaultLoadPlanner):
 def _read_metadata(path: Path, reader: dcp.FileSystemReader) -> Metadata:
     try:
         return reader.read_metadata()
-    except (OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, ValueError, AttributeError, TypeError, ImportError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}/.metadata cannot be read: {error}; resume from another checkpoint") from error
 
 
