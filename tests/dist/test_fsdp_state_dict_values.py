@@ -142,9 +142,9 @@ def test_save_full_as_safetensors_has_tensors_only(tmp_path: Path) -> None:
 # ---- optimizer state -------------------------------------------------------------------------------------------------
 
 
-def stepped(steps: int = 2) -> tuple[Twin, torch.optim.AdamW, torch.optim.AdamW]:
+def stepped(steps: int = 2, **options: Any) -> tuple[Twin, torch.optim.AdamW, torch.optim.AdamW]:
     """The twin after some steps of AdamW with two groups, and both optimizers."""
-    twin = Twin(Model, batches=lambda step, rank: batch_of(step))
+    twin = Twin(Model, batches=lambda step, rank: batch_of(step), **options)
     optimizers = []
     for model in (twin.model, twin.plain):
         parameters = list(model.parameters())
@@ -191,6 +191,15 @@ def test_full_optimizer_state_equals_the_plain_optimizers(tmp_path: Path) -> Non
     # No memory of the optimizer's.
     full["state"]["gain"]["step"] += 5
     assert optimizer_state_dict(twin.model, ours)["state"]["gain"]["step"].item() == 2
+
+
+@on_ranks(4)
+def test_full_optimizer_state_of_replicas_is_on_the_first_rank_alone() -> None:
+    twin, ours, theirs = stepped(device_mesh=[[0, 1], [2, 3]])
+    full = full_optimizer(twin.model, ours)
+    assert (full == {}) == (twin.rank > 0)
+    for name, p in twin.plain.named_parameters() if full else ():
+        assert all(torch.equal(value, theirs.state[p][key]) for key, value in full["state"][name].items()), name
 
 
 def write_full(path: str) -> dict[str, Any]:
