@@ -27,6 +27,14 @@ SHAPES: list[dict[str, Any]] = [
     {"n_heads": 4, "n_kv_heads": 2, "tie_embeddings": False},
     {"n_heads": 4, "n_kv_heads": 1, "tie_embeddings": True},
     {"n_heads": 2, "n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 10000.0, "norm_eps": 1e-6},
+    # Of 6 rotations, at 16 positions: 2.5 turns is between, the others make 0.29 and less
+    {
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "tie_embeddings": True,
+        "rope_scaling_factor": 8.0,
+        "rope_original_max_seq_len": 16,
+    },
 ]
 TOKENS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(3))
 
@@ -58,6 +66,14 @@ def their_model(**changes: Any) -> LlamaForCausalLM:
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
     return model.eval()
+
+
+def rope_parameters(shape: dict[str, Any]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.get("rope_theta", 500000.0)}
+    if "rope_scaling_factor" in shape:
+        parameters |= {"rope_type": "llama3", "factor": shape["rope_scaling_factor"], "low_freq_factor": 1.0}
+        parameters |= {"high_freq_factor": 4.0, "original_max_position_embeddings": shape["rope_original_max_seq_len"]}
+    return parameters
 
 
 def our_model(cfg: ModelConfig) -> Llama:
@@ -127,7 +143,7 @@ def test_imported_logits_are_theirs(
         num_attention_heads=shape["n_heads"],
         num_key_value_heads=shape["n_kv_heads"],
         tie_word_embeddings=shape["tie_embeddings"],
-        rope_theta=shape.get("rope_theta", 500000.0),
+        rope_parameters=rope_parameters(shape),
         rms_norm_eps=shape.get("norm_eps", 1e-5),
     )
     theirs.save_pretrained(tmp_path / "hf", max_shard_size=max_shard_size)
@@ -244,6 +260,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             lambda d: change_config(d, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}),
             ["rope_scaling: 'yarn' is not supported"],
+        ),
+        (
+            lambda d: change_config(d, rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
+            ["(2 keys)", "high_freq_factor: is missing", "original_max_position_embeddings: is missing"],
         ),
         (lambda d: (d / "config.json").unlink(), ["it has no config.json"]),
         (lambda d: (d / "config.json").write_text("[]"), ["config.json cannot be read: it is not a JSON object"]),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torchtitan_npu.checkpoint.directory import CheckpointError
 from torchtitan_npu.config import ConfigError, ModelConfig, config_from_dict
-from torchtitan_npu.config.presets import PRESET_FIELDS, PRESETS
+from torchtitan_npu.config.presets import PRESETS, preset
 
 CONFIG = "config.json"
 
@@ -22,6 +23,14 @@ _SAME: dict[str, str] = {
     "norm_eps": "rms_norm_eps",
 }
 """Our key: theirs, with the same meaning; required in ``config.json``."""
+
+_SCALING: dict[str, str] = {
+    "rope_scaling_factor": "factor",
+    "rope_original_max_seq_len": "original_max_position_embeddings",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+}
+"""Our key: theirs in ``rope_scaling`` of the type ``llama3``."""
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -49,6 +58,9 @@ def config_to_hf(model: ModelConfig, dtype: str, special_tokens: dict[str, Any])
         "num_key_value_heads": model.n_kv_heads,
         "head_dim": model.dim // model.n_heads,
         "rope_theta": model.rope_theta,
+        "rope_scaling": None
+        if model.rope_scaling_factor == 1
+        else {"rope_type": "llama3", **{theirs: getattr(model, ours) for ours, theirs in _SCALING.items()}},
         "tie_word_embeddings": model.tie_embeddings,
         **{key: value for key, value in _FIXED.items() if key in ("hidden_act", "attention_bias", "mlp_bias")},
         "attention_dropout": 0.0,
@@ -95,7 +107,8 @@ def config_from_hf(path: Path, content: dict[str, Any], **replaced: Any) -> Mode
     values = {ours: content.get(theirs) for ours, theirs in _SAME.items()}
     values["n_kv_heads"] = content.get("num_key_value_heads") or values["n_heads"]
     values["tie_embeddings"] = content.get("tie_word_embeddings", False)
-    values["rope_theta"], rope_problems = _rope(content)
+    rope, rope_problems = _rope(content)
+    values |= rope
     problems += rope_problems
     head_dim = content.get("head_dim")
     if head_dim and not problems and head_dim * values["n_heads"] != values["dim"]:
@@ -105,7 +118,7 @@ def config_from_hf(path: Path, content: dict[str, Any], **replaced: Any) -> Mode
         )
     if not problems:
         values |= replaced
-        name = min(PRESETS, key=lambda preset: len(_differences(PRESETS[preset], values)))
+        name = min(PRESETS, key=lambda name: len(_differences(PRESETS[name], values)))
         section = {"name": name, **_differences(PRESETS[name], values)}
         try:
             # The other sections' required keys do not matter here.
@@ -119,26 +132,30 @@ def config_from_hf(path: Path, content: dict[str, Any], **replaced: Any) -> Mode
 
 def yaml_of(model: ModelConfig) -> str:
     """The section ``model`` as YAML: the preset and what differs from it."""
-    preset = PRESETS[model.name]
+    values, preset_values = asdict(model), asdict(preset(model.name))
     lines = [f"  name: {model.name}"]
-    for key in PRESET_FIELDS:
-        value = getattr(model, key)
-        if value != preset[key]:
-            lines.append(f"  {key}: {json.dumps(value)}")
+    lines += [f"  {key}: {json.dumps(value)}" for key, value in values.items() if value != preset_values[key]]
     return "model:\n" + "\n".join(lines) + "\n"
 
 
-def _rope(content: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The rotary base, and what is wrong. Version 5 of transformers nests it in ``rope_parameters``, earlier ones give
-    ``rope_theta`` and put scaling into ``rope_scaling``; neither is base 10000 without scaling.
+def _rope(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Our keys of the rotary embedding, and what is wrong. Version 5 of transformers nests them in
+    ``rope_parameters``, earlier ones give ``rope_theta`` and put scaling into ``rope_scaling``; neither is base 10000
+    without scaling.
     """
     parameters = content.get("rope_parameters") or {}
     scaling = content.get("rope_scaling") or parameters
-    theta = parameters.get("rope_theta", content.get("rope_theta", 10000.0))
+    values = {"rope_theta": parameters.get("rope_theta", content.get("rope_theta", 10000.0))}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        return theta, [f"rope_scaling: {kind!r} is not supported, only none"]
-    return theta, []
+    if kind == "default":
+        return values, []
+    if kind != "llama3":
+        return values, [f"rope_scaling: {kind!r} is not supported, only 'llama3' or none"]
+    missing = [theirs for theirs in _SCALING.values() if theirs not in scaling]
+    return (
+        values | {ours: scaling.get(theirs) for ours, theirs in _SCALING.items()},
+        [f"rope_scaling.{theirs}: is missing" for theirs in missing],
+    )
 
 
 def _differences(preset: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
