@@ -1,4 +1,4 @@
-"""The command line: ``torchtitan-npu {train,plan,tune,prepare,doctor,simulate}`` and ``train.py``.
+"""The command line: ``torchtitan-npu {train,plan,tune,prepare,merge,export,import,doctor,simulate}`` and ``train.py``.
 
 Wrong arguments and wrong configurations end with exit status 2 and one message; heavy imports wait until both are
 right.
@@ -44,6 +44,9 @@ commands:
   plan      check a YAML file and print what training would need (the same as train --dry_run)
   tune      measure which bucket_cap_mb suits a YAML file on these ranks
   prepare   turn text into token files
+  merge     write a checkpoint's model into one safetensors file
+  export    write a checkpoint's model as Hugging Face's transformers loads it
+  import    turn a Hugging Face model into a checkpoint to start from
   doctor    say what this machine has for NPUs, and what is wrong with it
   simulate  run a command on simulated Ascend cards, on the CPU
 
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_COMMANDS,
         allow_abbrev=False,
     )
-    commands = ("train", "plan", "tune", "prepare", "doctor", "simulate")
+    commands = ("train", "plan", "tune", "prepare", "merge", "export", "import", "doctor", "simulate")
     parser.add_argument("command", choices=commands, help="what to do, see below")
     if not arguments:
         say(parser.format_help())
@@ -75,6 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtitan_npu.cli_tune import tune_main
 
         return tune_main(rest)
+    if command in ("merge", "export", "import"):
+        from torchtitan_npu.cli_convert import convert_main
+
+        return convert_main(command, rest)
     if command == "doctor":
         return _doctor(rest)
     if command == "simulate":

@@ -235,9 +235,9 @@ def test_train_subcommand(runs: list[tuple[Config, RunArgs]], tmp_path: Path) ->
 
 def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["merge", "--config", "x"])
+        cli.main(["combine", "--config", "x"])
     assert caught.value.code == 2
-    assert "invalid choice: 'merge'" in capsys.readouterr().err
+    assert "invalid choice: 'combine'" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "prepare   turn text into token files" in capsys.readouterr().err
 

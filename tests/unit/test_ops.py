@@ -13,6 +13,7 @@ from torchtitan_npu.fsdp.activation_checkpointing import SelectivePolicy
 from torchtitan_npu.ops import (
     IGNORE_INDEX,
     Documents,
+    RotaryScaling,
     apply_rotary,
     attention,
     cross_entropy,
@@ -256,6 +257,15 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     for distance in (0, 5, 40):
         diagonal = scores.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_scaling_of_llama_3_1() -> None:
+    """At 100 positions: frequencies of 5, 2.5 and 0.5 turns; 4 turns and more are kept, 1 and less are divided by 8."""
+    frequencies = torch.tensor([5.0, 2.5, 0.5], dtype=torch.float64) * 2 * math.pi / 100
+    scaled = RotaryScaling(8.0, 100, 1.0, 4.0).apply(frequencies)
+    # Half way from 1 to 4 turns: half of it kept, half divided.
+    expected = frequencies * torch.tensor([1.0, 0.5 + 0.5 / 8, 1 / 8], dtype=torch.float64)
+    torch.testing.assert_close(scaled, expected)
 
 
 def test_rotary_needs_an_even_head() -> None:

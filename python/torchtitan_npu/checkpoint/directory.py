@@ -116,8 +116,10 @@ class CheckpointStore:
         temporary.mkdir()
         return temporary
 
-    def commit(self, temporary: Path, step: int, sums: Sums) -> Path:
+    def commit(self, temporary: Path, step: int, sums: Sums, *, overwrite: bool = False) -> Path:
         """Turn ``temporary``, in which every file is written and synced, into the complete checkpoint of ``step``.
+
+        ``overwrite``: also in place of a complete one.
 
         Raises:
             CheckpointError: what lies there is not what was written, or there already is something in its place that
@@ -131,7 +133,7 @@ class CheckpointStore:
             stranger = foreign(final)
             if stranger is not None:
                 raise CheckpointError(f"{final} is not one of our checkpoints: {stranger}; move it away")
-            if corruption(final) is None:
+            if not overwrite and corruption(final) is None:
                 raise CheckpointError(f"{final} already exists and is complete; it is not overwritten")
             self._remove(final)
         fsync_directory(temporary)

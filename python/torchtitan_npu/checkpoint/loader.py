@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torchtitan_npu.checkpoint import random_state
 from torchtitan_npu.checkpoint.manifest import CheckpointError, defect
 from torchtitan_npu.checkpoint.state import TrainState
-from torchtitan_npu.checkpoint.tensors import collect, distribute
+from torchtitan_npu.checkpoint.tensor_source import SafeReader
+from torchtitan_npu.checkpoint.tensors import collect, distribute, is_optimizer_state
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,12 @@ def load(
     if reason is not None:
         raise CheckpointError(f"{path} cannot be used: {reason}; resume from another checkpoint")
     state = TrainState.read(path)
-    reader = dcp.FileSystemReader(path)
+    reader = SafeReader(path)
     tensors = collect(model, optimizer, sharded=sharded)
     try:
-        table = _table(tensors, _read_metadata(path, reader))
+        metadata = _read_metadata(path, reader)
+        tensors = _wanted(state, tensors, metadata)
+        table = _table(tensors, metadata)
         if table:
             raise CheckpointError(f"{path} belongs to another model; its tensors differ:\n{table}")
         dcp.load(tensors, storage_reader=reader, planner=_PiecePlanner())
@@ -54,7 +57,7 @@ def load(
     distribute(tensors, model, optimizer, sharded=sharded)
     if state.world_size == dist.get_world_size():
         random_state.restore(path, dist.get_rank(), device)
-    else:
+    elif state.world_size:
         logger.info(
             "%s was saved by %d ranks and is continued on %d: the numbers may differ in their last digits",
             path,
@@ -79,7 +82,7 @@ class _PiecePlanner(dcp.DefaultLoadPlanner):
 def _read_metadata(path: Path, reader: dcp.FileSystemReader) -> Metadata:
     try:
         return reader.read_metadata()
-    except (OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, ValueError, AttributeError, TypeError, ImportError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}/.metadata cannot be read: {error}; resume from another checkpoint") from error
 
 
@@ -89,8 +92,15 @@ def tensor_differences(path: Path, model: nn.Module, optimizer: torch.optim.Opti
     Raises:
         CheckpointError: the list of the checkpoint's tensors cannot be read.
     """
-    metadata = _read_metadata(path, dcp.FileSystemReader(path))
-    return _table(collect(model, optimizer, sharded=sharded), metadata)
+    metadata = _read_metadata(path, SafeReader(path))
+    return _table(_wanted(TrainState.read(path), collect(model, optimizer, sharded=sharded), metadata), metadata)
+
+
+def _wanted(state: TrainState, tensors: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """What must be in the checkpoint: all ``tensors``, or the model's, where it is of imported weights."""
+    if state.step == 0 and not any(is_optimizer_state(name) for name in metadata.state_dict_metadata):
+        return {name: tensor for name, tensor in tensors.items() if not is_optimizer_state(name)}
+    return tensors
 
 
 def _table(tensors: dict[str, Any], metadata: Metadata) -> str:

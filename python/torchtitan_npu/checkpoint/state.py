@@ -27,7 +27,7 @@ class TrainState:
     tokens: int
     """Tokens consumed, all ranks together."""
     world_size: int
-    """Ranks that saved."""
+    """Ranks that saved; 0: none, the weights were imported."""
     data: dict[str, Any] = field(default_factory=dict)
     """``PackedLoader.state_dict()``: the position in the data."""
     config: dict[str, Any] = field(default_factory=dict)

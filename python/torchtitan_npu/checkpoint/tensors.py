@@ -30,6 +30,11 @@ def initialize_adamw_state(optimizer: torch.optim.AdamW) -> None:
                 }
 
 
+def is_optimizer_state(name: str) -> bool:
+    """Whether ``name`` in a checkpoint is a tensor of the optimizer's, not the model's."""
+    return name.startswith(_OPTIMIZER)
+
+
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> dict[str, Any]:
     """All tensors of the run, as aliases: loading into them changes the run.
 

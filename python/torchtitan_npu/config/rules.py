@@ -47,6 +47,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("model.n_kv_heads", ("model.n_heads",), _divides, "must divide model.n_heads", "set both to match"),
     Rule(
+        "model.rope_low_freq_factor",
+        ("model.rope_high_freq_factor",),
+        lambda low, high: low < high,
+        "must be < model.rope_high_freq_factor",
+        "change one of them",
+    ),
+    Rule(
         "training.seq_len",
         ("model.max_seq_len",),
         lambda seq_len, longest: seq_len <= longest,

@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .bounds import DegreeOrRest, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitsAhead
+from .bounds import (
+    AtLeastOne,
+    DegreeOrRest,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitsAhead,
+)
 
 CONFIG_VERSION = 1
 """Of the keys and their meaning, as checkpoints record them."""
@@ -46,6 +55,14 @@ class ModelConfig:
     """Epsilon of the RMS norms."""
     tie_embeddings: bool = field(metadata=_FROM_PRESET)
     """Whether the output projection is the token embedding's own tensor."""
+    rope_scaling_factor: AtLeastOne = 1.0
+    """Llama 3.1's scaling of the rotary embedding: slow rotations are this much slower; 1 is off."""
+    rope_original_max_seq_len: PositiveInt = 8192
+    """The length in tokens that the model was trained at before it was scaled."""
+    rope_low_freq_factor: PositiveFloat = 1.0
+    """Rotations that turn fewer times than this in `rope_original_max_seq_len` are scaled in full."""
+    rope_high_freq_factor: PositiveFloat = 4.0
+    """Rotations that turn more times than this in `rope_original_max_seq_len` are left alone; in between, a mixture."""
     use_flash_attention: bool = False
     """Fused attention; the same result as the plain path within tolerance, with less memory."""
 

@@ -134,8 +134,12 @@ class PackedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on at the saved global sample; ``dp_size`` and ``batch_size`` may differ from the saved run's.
 
+        An empty state is that of a checkpoint without a position (imported weights): nothing is changed.
+
         Errors: ValueError, with nothing changed, when the saved number would mean another place in other data.
         """
+        if not state:
+            return
         own = self.state_dict()
         missing = [key for key in own if key not in state]
         if missing:

@@ -18,6 +18,7 @@ from torch import nn
 from torchtitan_npu.fsdp.layout import broadcast_over
 from torchtitan_npu.fsdp.piece import Piece
 from torchtitan_npu.fsdp.state import FSDPState, InstalledHook, ShardedParam, state_of
+from torchtitan_npu.safetensors_file import TensorEntry, write_safetensors
 
 _METADATA_KEY = "torchtitan_npu_shard"
 
@@ -243,10 +244,11 @@ def gather_piece(state: FSDPState, piece: Piece) -> torch.Tensor | None:
 
 
 def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes the whole model to one file that ``torch.load(weights_only=True)`` reads. Collective.
+    """Writes the whole model to one file: where ``path`` ends in ``.safetensors`` in that format (tied weights stand
+    there under each of their names), else one that ``torch.load(weights_only=True)`` reads. Collective.
 
     Rank 0 writes a temporary file beside it, flushes it to the disk and renames it: the file is either the old one or
-    the new one, never half of it. Raises on all ranks if rank 0 cannot write.
+    the new one, never half of it. Raises RuntimeError on all ranks if rank 0 cannot write.
     """
     state = state_of(model)
     with state_dict_type(model, StateDictType.FULL_STATE_DICT):
@@ -261,11 +263,14 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
                 dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=False
             ) as file:
                 temporary = file.name
-                torch.save(full, file)
-                file.flush()
-                os.fsync(file.fileno())
+                if target.suffix != ".safetensors":
+                    torch.save(full, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            if target.suffix == ".safetensors":
+                _write_safetensors(Path(temporary), full)
             os.replace(temporary, target)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             problem[0] = str(error)
             if temporary:
                 Path(temporary).unlink(missing_ok=True)
@@ -274,3 +279,11 @@ def save_full(model: nn.Module, path: str | os.PathLike[str]) -> None:
     broadcast_over(state.tensor_mesh, problem)
     if problem[0]:
         raise RuntimeError(f"cannot write the model to {os.fspath(path)}: {problem[0]}")
+
+
+def _write_safetensors(path: Path, full: dict[str, Any]) -> None:
+    others = [name for name, value in full.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ValueError(f"'{others[0]}' is no tensor (a module's extra state): use a file that torch.load reads")
+    entries = [TensorEntry(name, tuple(value.shape), value.dtype) for name, value in full.items()]
+    write_safetensors(path, entries, lambda entry: full[entry.name])

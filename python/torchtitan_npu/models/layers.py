@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchtitan_npu.ops import apply_rotary, rms_norm, rotary_tables
+from torchtitan_npu.ops import RotaryScaling, apply_rotary, rms_norm, rotary_tables
 
 
 class Linear(nn.Linear):
@@ -60,16 +60,16 @@ class RotaryEmbedding(nn.Module):
     cos_TD: Tensor
     sin_TD: Tensor
 
-    def __init__(self, head_dim: int, max_seq_len: int, *, theta: float) -> None:
+    def __init__(self, head_dim: int, max_seq_len: int, *, theta: float, scaling: RotaryScaling | None = None) -> None:
         super().__init__()
-        self.head_dim, self.max_seq_len, self.theta = head_dim, max_seq_len, theta
+        self.head_dim, self.max_seq_len, self.theta, self.scaling = head_dim, max_seq_len, theta, scaling
         # Not saved: the tables follow from the configuration.
         self.register_buffer("cos_TD", torch.empty(max_seq_len, head_dim), persistent=False)
         self.register_buffer("sin_TD", torch.empty(max_seq_len, head_dim), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        cos_TD, sin_TD = rotary_tables(self.head_dim, self.max_seq_len, self.theta, self.cos_TD.device)
+        cos_TD, sin_TD = rotary_tables(self.head_dim, self.max_seq_len, self.theta, self.cos_TD.device, self.scaling)
         self.cos_TD.copy_(cos_TD)
         self.sin_TD.copy_(sin_TD)
 

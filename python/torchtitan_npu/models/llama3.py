@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_npu.config import ModelConfig
 from torchtitan_npu.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
-from torchtitan_npu.ops import Documents, attention, swiglu
+from torchtitan_npu.ops import Documents, RotaryScaling, attention, swiglu
 
 _INIT_STD = 0.02
 
@@ -34,6 +34,14 @@ def _head_std(dim: int) -> float:
     ``ln V + std² dim / 2``. At most 0.5 / sqrt(dim) keeps it within 0.125 of ln V at any width.
     """
     return min(_INIT_STD, 0.5 * dim**-0.5)
+
+
+def _rotary_scaling(cfg: ModelConfig) -> RotaryScaling | None:
+    if cfg.rope_scaling_factor == 1:
+        return None
+    return RotaryScaling(
+        cfg.rope_scaling_factor, cfg.rope_original_max_seq_len, cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
+    )
 
 
 class Attention(nn.Module):
@@ -99,7 +107,9 @@ class Llama(nn.Module):
         self.cfg = cfg
         head_std = _head_std(cfg.dim)
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim, init_std=head_std if cfg.tie_embeddings else 1.0)
-        self.rope = RotaryEmbedding(cfg.dim // cfg.n_heads, cfg.max_seq_len, theta=cfg.rope_theta)
+        self.rope = RotaryEmbedding(
+            cfg.dim // cfg.n_heads, cfg.max_seq_len, theta=cfg.rope_theta, scaling=_rotary_scaling(cfg)
+        )
         self.layers = nn.ModuleList(TransformerBlock(cfg, i) for i in range(cfg.n_layers))
         self.norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.output = None if cfg.tie_embeddings else Linear(cfg.dim, cfg.vocab_size, init_std=head_std)

@@ -5,10 +5,11 @@ from torchtitan_npu.ops.cross_entropy import IGNORE_INDEX, cross_entropy
 from torchtitan_npu.ops.documents import Documents
 from torchtitan_npu.ops.flash_attention import flash_attention
 from torchtitan_npu.ops.norm import rms_norm
-from torchtitan_npu.ops.rotary import apply_rotary, rotary_tables
+from torchtitan_npu.ops.rotary import RotaryScaling, apply_rotary, rotary_tables
 from torchtitan_npu.ops.swiglu import swiglu
 
 __all__ = [
+    "RotaryScaling",
     "IGNORE_INDEX",
     "Documents",
     "apply_rotary",

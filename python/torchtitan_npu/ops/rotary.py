@@ -6,6 +6,8 @@ The two coordinates of a rotated pair are ``i`` and ``i + D/2`` (the layout of H
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +16,33 @@ from torch import Tensor
 from torchtitan_npu.ops.npu import fused_kernel, lies_by_position
 
 
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How Llama 3.1 stretches the rotation to longer sequences (its reference code, ``apply_scaling``)."""
+
+    factor: float
+    """By how much slow rotations become slower; 1 changes nothing."""
+    original_max_seq_len: int
+    low_freq_factor: float
+    """Rotations of fewer turns in ``original_max_seq_len`` are slow."""
+    high_freq_factor: float
+    """Those of more turns are left alone; in between, linearly by the number of turns."""
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        """Angles per position, scaled."""
+        turns = self.original_max_seq_len * frequencies / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
 def rotary_tables(
-    head_dim: int, max_seq_len: int, theta: float, device: torch.device | None = None
+    head_dim: int,
+    max_seq_len: int,
+    theta: float,
+    device: torch.device | None = None,
+    scaling: RotaryScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of ``t * theta ** (-2 i / D)``.
+    """Cosines and sines of ``t * theta ** (-2 i / D)``, the frequency scaled where ``scaling`` says so.
 
     Returns:
         Two fp32 tensors ``[max_seq_len, head_dim]``, whose column ``i + D/2`` equals column ``i``: the fused kernel
@@ -31,7 +56,8 @@ def rotary_tables(
         raise ValueError(f"rotary_tables: head_dim is {head_dim}; rotary embedding rotates pairs, so it must be even")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     positions = torch.arange(max_seq_len, dtype=torch.float64, device=device)
-    angles = torch.outer(positions, float(theta) ** -exponents).repeat(1, 2)
+    frequencies = float(theta) ** -exponents
+    angles = torch.outer(positions, frequencies if scaling is None else scaling.apply(frequencies)).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()
 
 
