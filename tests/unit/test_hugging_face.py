@@ -18,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtitan_npu import cli
 from torchtitan_npu.checkpoint import CheckpointStore, TrainState
+from torchtitan_npu.checkpoint.state import META
+from torchtitan_npu.checkpoint.writer import SummingWriter
 from torchtitan_npu.config import ModelConfig, config_from_dict, to_dict
 from torchtitan_npu.config.presets import preset
 from torchtitan_npu.models import Llama, build_model
@@ -91,12 +93,13 @@ def our_checkpoint(root: Path, model: Llama, step: int = 4) -> Path:
     section = to_dict(config) | {"model": vars(model.cfg)}
     store = CheckpointStore(root)
     store.prepare()
-    temporary = store.begin(step)
+    temporary = store.begin(step, needed_bytes=1)
+    writer = SummingWriter(temporary)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {f"optimizer.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
-    dcp.save(tensors, checkpoint_id=temporary, no_dist=True)
-    TrainState(step=step, tokens=0, world_size=1, config=section).write(temporary)
-    return store.commit(temporary, step)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    state = TrainState(step=step, tokens=0, world_size=1, config=section)
+    return store.commit(temporary, step, {META: state.write(temporary), **writer.sums})
 
 
 def load_ours(path: Path, cfg: ModelConfig) -> Llama:
