@@ -113,11 +113,12 @@ class Saver:
         mine: Sums = {}
 
         def begin() -> None:
-            _check_finite(tensors)
+            # Little work, before ranks wait for each other: other ranks may still be taking their snapshots.
             if self._rank == 0:
                 self._store.begin(step, _total_bytes(tensors))
 
         def write_states() -> None:
+            _check_finite(tensors)
             mine[random_state.file_name(self._rank)] = random_state.write(temporary, self._rank, states)
             if self._rank == 0:
                 mine[META] = state.write(temporary)
