@@ -67,12 +67,12 @@ class Saver:
         The previous result must have been taken. When this returns, tensors and random states may change.
         """
         assert self._job is None, "take the result of the last save first"
+        start = time.monotonic()
         tensors, states = self._collect(), random_state.capture(self._device)
         if self._snapshot is None:
             self._job = _Job(state.step, lambda: self._write(state, tensors, states))
             self._job.run()
             return
-        start = time.monotonic()
         copy = self._snapshot.take(tensors)
         logger.info(
             "checkpoint of step %d: training stood still for %.3f s, and goes on while it is written",
@@ -113,20 +113,23 @@ class Saver:
         mine: Sums = {}
 
         def begin() -> None:
-            _check_finite(tensors)
+            # Little work, before ranks wait for each other: other ranks may still be taking their snapshots.
             if self._rank == 0:
                 self._store.begin(step, _total_bytes(tensors))
 
-        def write() -> None:
+        def write_states() -> None:
+            _check_finite(tensors)
             mine[random_state.file_name(self._rank)] = random_state.write(temporary, self._rank, states)
             if self._rank == 0:
                 mine[META] = state.write(temporary)
+
+        def write_tensors() -> None:
             try:
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:
-                # Every rank has all failures; each tells its own.
-                own = error.failures.get(self._rank)
-                raise CheckpointError(str(own[0]) if own else "") from error
+                # Every rank has all failures; each tells its own, and then all raise.
+                if self._rank in error.failures:
+                    raise CheckpointError(str(error.failures[self._rank][0])) from error
             mine.update(writer.sums)
 
         def commit() -> None:
@@ -134,9 +137,11 @@ class Saver:
                 sums = {name: FileSum(**entry) for text in written for name, entry in json.loads(text).items()}
                 self._store.commit(temporary, step, sums)
 
-        self._together(step, begin)
         try:
-            self._together(step, write)
+            self._together(step, begin)
+            # One by one: a rank that fails must not meet the others inside DCP's collectives.
+            self._together(step, write_states)
+            self._together(step, write_tensors)
             written = gather_texts(json.dumps({name: asdict(sum) for name, sum in mine.items()}), self._group)
             self._together(step, commit)
         except CheckpointError:
@@ -157,7 +162,7 @@ class Saver:
         try:
             action()
         except (OSError, CheckpointError) as error:
-            failure = str(error) or "see the other ranks"
+            failure = str(error) or type(error).__name__
         failures = gather_texts(failure, self._group)
         if any(failures):
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
