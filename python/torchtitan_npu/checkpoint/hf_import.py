@@ -156,7 +156,10 @@ def _write_checkpoint(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 tensors,
-                storage_writer=dcp.FileSystemWriter(temporary, sync_files=True, overwrite=False),
+                # A file for each tensor: the writer keeps all tensors of a file until it is complete.
+                storage_writer=dcp.FileSystemWriter(
+                    temporary, single_file_per_rank=False, sync_files=True, overwrite=False
+                ),
                 planner=_ReadingPlanner(entries, read),
                 no_dist=True,
             )
