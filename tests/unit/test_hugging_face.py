@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 import weakref
@@ -224,6 +225,40 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert len(alive) == 4
     assert all((found[e.name].shape, found[e.name].dtype) == (torch.Size(e.shape), e.dtype) for e in entries)
     assert all((tensor == 1).all() for tensor in found.values())
+
+
+def clear_resident_peak() -> None:
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is taken
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_peak() -> int:
+    """The largest resident memory in bytes since it was last cleared."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) * 1024
+
+
+def test_host_memory_is_that_of_a_tensor_not_of_the_model(tmp_path: Path) -> None:
+    """8 blocks of 3 matrices of 8 MiB and smaller ones: 216 MiB. A third of that is allowed: about three matrices are
+    alive at once, and the allocator keeps some freed ones.
+    """
+    cfg = our_config(dim=512, n_layers=8, ffn_dim=4096)
+    with torch.device("meta"):
+        model = build_model(cfg)
+    our_checkpoint(tmp_path / "checkpoints", model.to_empty(device="cpu"))
+    del model
+    commands: list[tuple[object, ...]] = [
+        ("merge", tmp_path / "checkpoints", "--output", tmp_path / "file"),
+        ("export", tmp_path / "checkpoints", "--to", "hf", "--output", tmp_path / "hf"),
+        ("import", tmp_path / "hf", "--from", "hf", "--dtype", "bf16", "--output", tmp_path / "again"),
+    ]
+    for command in commands:
+        assert run(*command[:-1], tmp_path / f"first_{command[0]}") == 0  # imports modules
+        clear_resident_peak()
+        before = resident_peak()
+        assert run(*command) == 0
+        grown = (resident_peak() - before) / 2**20
+        assert grown <= 72, f"{command[0]}: {grown:.1f} MiB"
 
 
 def change_config(directory: Path, **changes: Any) -> None:

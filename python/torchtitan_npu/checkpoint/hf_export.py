@@ -53,7 +53,7 @@ def export_hf(
 ) -> list[str]:
     """Write ``config.json``, sharded safetensors with their index, and the tokenizer's files.
 
-    Host memory: one tensor, and one chunk of it.
+    Host memory: one tensor, and one chunk of it as it is read.
 
     Args:
         model: what the checkpoint was trained with.

@@ -150,7 +150,7 @@ def _write_checkpoint(
     store.prepare()
     sizes = [math.prod(entry.shape) * entry.dtype.itemsize for entry in entries.values()]
     temporary = store.begin(0, sum(sizes))
-    writer = SummingWriter(temporary)
+    writer = SummingWriter(temporary, file_per_tensor=True)
     try:
         tensors = {
             f"model.{name}": torch.empty(entry.shape, dtype=entry.dtype, device="meta")

@@ -30,7 +30,7 @@ def merge(
 ) -> list[TensorEntry]:
     """Write the model's tensors of a checkpoint into one safetensors file under the model's own names.
 
-    Host memory: one tensor, and one chunk of it. The optimizer's state is left out.
+    Host memory: one tensor, and one chunk of it as it is read. The optimizer's state is left out.
 
     Args:
         dtype: of the floating-point tensors; None keeps each one's.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,13 @@ class TensorSource:
         key = self._prefix + name
         state: dict[str, Any] = {key: torch.empty(entry.shape, dtype=entry.dtype)}
         try:
-            # The whole tensor's shape was taken from the same metadata: the default planner's check holds.
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(state, storage_reader=self._reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+            # What dcp.load does in one process, without what makes reference cycles around the tensor: they would keep
+            # several alive until the next garbage collection.
+            planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            metadata = self._reader.read_metadata()
+            planner.set_up_planner(state, metadata, is_coordinator=True)
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
         except (CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path}: '{key}' cannot be read: {_first_line(error)}") from error
         tensor: torch.Tensor = state[key]

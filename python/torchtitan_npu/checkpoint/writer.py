@@ -20,8 +20,9 @@ from torchtitan_npu.checkpoint.manifest import FileSum, Sums
 class SummingWriter(dcp.FileSystemWriter):
     """``sums`` has what this rank wrote: its tensors and, on rank 0 after the save, ``.metadata``."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=True, overwrite=False)
+    def __init__(self, path: Path, *, file_per_tensor: bool = False) -> None:
+        """``file_per_tensor``: else one file, of which DCP keeps all tensors until it is complete."""
+        super().__init__(path, single_file_per_rank=not file_per_tensor, sync_files=True, overwrite=False)
         self.sums: Sums = {}
         self.fs = _SummingFileSystem(self.sums)
 
