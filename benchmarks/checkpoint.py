@@ -195,9 +195,9 @@ class Worker:
         load(path, self.model, self.optimizer, sharded=True, device=self.torch.device("cpu"))
 
     def _ours_verify_load(self) -> None:
-        if self.rank == 0:
-            assert self.store.newest() is not None
-        self.dist.barrier()
+        from torchtitan_npu.train.resume import choose_checkpoint
+
+        assert choose_checkpoint("auto", self.store) is not None
         self._ours_load()
 
 
@@ -277,8 +277,8 @@ def main() -> None:
                 f"rounds in random order (seed {args.seed})",
                 "seconds of the slowest rank; stall: of the call that saves in the background; save: until all is "
                 "on disk (fsync), ours with checksums, rename and marker",
-                "load: files in the page cache; verify: rank 0 reads every byte first; ratio: to the base in the "
-                "same round",
+                "load: files in the page cache; verify: every byte is read first, each rank its share; ratio: to the "
+                "base in the same round",
             ],
         ),
         flush=True,

@@ -13,6 +13,7 @@ from twin import SmallModel, next_token_loss, tokens_for
 from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, Saver, TrainState, load, random_state, writer
 from torchtitan_npu.checkpoint.tensors import collect, initialize_adamw_state
 from torchtitan_npu.fsdp import FSDP
+from torchtitan_npu.train.resume import choose_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -113,3 +114,30 @@ def test_saves_what_was(rank_pool: Any, tmp_path: Path, ranks: int) -> None:
 @pytest.mark.parametrize("where", ["states", "tensors", "finite"])
 def test_one_rank_fails(rank_pool: Any, tmp_path: Path, where: str, async_save: bool) -> None:
     rank_pool.run(3, one_rank_fails, path=str(tmp_path), where=where, async_save=async_save)
+
+
+def each_rank_verifies_its_share(path: str) -> None:
+    """Any damaged file of any rank is found, and a run takes the checkpoint before."""
+    run = Run(path, async_save=False)
+    for step in range(1, 5):
+        run.save(step)
+        run.saver.result()
+    files = ("__2_0.distcp", "__0_0.distcp", "rank-00001.json")
+    if dist.get_rank() == 0:
+        for step, name in zip((4, 3, 2), files, strict=True):
+            file = run.store.path(step) / name
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+    dist.barrier()
+    assert choose_checkpoint("auto", run.store) == run.store.path(1)
+    assert run.store.damaged == ({2, 3, 4} if dist.get_rank() == 0 else set())
+    for explicit in (run.store.path(3), run.store.path(4)):
+        with pytest.raises(Exception, match="cannot be used: its file .*is corrupt"):
+            choose_checkpoint(str(explicit), CheckpointStore(Path(path) / "other"))
+    inside = choose_checkpoint(path, CheckpointStore(Path(path) / "other"))
+    assert inside == run.store.path(1)
+
+
+def test_each_rank_verifies_its_share(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(3, each_rank_verifies_its_share, path=str(tmp_path))

@@ -22,7 +22,7 @@ from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore
 from torchtitan_npu.checkpoint.manifest import corruption
 from torchtitan_npu.cli import train_main
 from torchtitan_npu.train import checkpointing
-from torchtitan_npu.train.resume import choose_checkpoint
+from torchtitan_npu.train.resume import Candidates
 
 from . import kills
 from .conftest import Workspace, workspace_maker
@@ -165,7 +165,7 @@ def test_a_directory_without_permission(finished: Workspace, capfd: pytest.Captu
             with pytest.raises(CheckpointError, match=r"--checkpoint_dir .*closed.* cannot be written: .*ermission"):
                 store.prepare()
             with pytest.raises(CheckpointError, match=r"training\.resume=.*closed cannot be read: .*ermission"):
-                choose_checkpoint(str(closed), CheckpointStore(place))
+                Candidates(str(closed), CheckpointStore(place)).best()
         finally:
             if root:
                 os.seteuid(0)

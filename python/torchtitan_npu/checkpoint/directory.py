@@ -43,7 +43,7 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.damaged: set[int] = set()
-        """Steps whose checkpoint has the right sizes and the wrong contents; they count as incomplete."""
+        """Steps whose checkpoints were passed over; they count as incomplete."""
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies."""
@@ -64,14 +64,29 @@ class CheckpointStore:
         """Steps of the complete checkpoints, ascending. Looks at file sizes and at what was found damaged before."""
         return [step for step in self.steps() if step not in self.damaged and defect(self.path(step)) is None]
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint whose every byte is as saved; a newer one that is not is passed over with a warning."""
+    def candidate(self) -> Path | None:
+        """The newest checkpoint that is complete as far as file sizes tell; newer ones are passed over."""
         for step in reversed(self.steps()):
-            reason = corruption(self.path(step))
+            if step in self.damaged:
+                continue
+            reason = defect(self.path(step))
             if reason is None:
                 return self.path(step)
-            self.damaged.add(step)
-            logger.warning("checkpoint %s is passed over: %s", self.path(step), reason)
+            self.pass_over(self.path(step), reason)
+        return None
+
+    def pass_over(self, path: Path, reason: str) -> None:
+        """Count the checkpoint ``path`` of this directory as incomplete, with a warning."""
+        self.damaged.add(int(path.name.partition("-")[2]))
+        logger.warning("checkpoint %s is passed over: %s", path, reason)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint whose every byte is as saved; newer ones that are not are passed over."""
+        while (path := self.candidate()) is not None:
+            reason = corruption(path)
+            if reason is None:
+                return path
+            self.pass_over(path, reason)
         return None
 
     def prepare(self) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, TrainState
-from torchtitan_npu.checkpoint.manifest import corruption
+from torchtitan_npu.checkpoint.manifest import corruption, defect
 from torchtitan_npu.config import Config, to_dict
+from torchtitan_npu.launch import gather_texts, together
 
 logger = logging.getLogger(__name__)
 
@@ -16,43 +20,85 @@ _FREE_MODEL_KEYS = ("name", "use_flash_attention", "max_seq_len")
 
 
 def choose_checkpoint(resume: str, store: CheckpointStore) -> Path | None:
-    """The checkpoint that ``training.resume`` means, or None for a fresh start. For one rank; it reads the disk.
+    """The checkpoint that ``training.resume`` means, every byte of it as it was saved, or None for a fresh start.
+
+    Collective. Rank 0 chooses, as ranks' views of a network file system may differ; each rank reads its share of the
+    files. ``store`` counts what was passed over as incomplete, on rank 0.
 
     Raises:
         CheckpointError: there is no such checkpoint, or the run would write among newer ones of another run.
     """
-    if resume == "auto":
-        return store.newest()
-    chosen = None if resume == "none" else _explicit(Path(resume))
-    chosen_step = 0 if chosen is None else TrainState.read(chosen).step
-    newer = [step for step in store.complete_steps() if step > chosen_step]
-    if newer:
-        raise CheckpointError(
-            f"training.resume={resume} would start at step {chosen_step}, but --checkpoint_dir {store.root} holds "
-            f"checkpoints of later steps (newest: step {newer[-1]}), and the two runs would mix; name another "
-            "--checkpoint_dir, or set training.resume to auto to continue from the newest"
-        )
-    return chosen
+    rank, size = dist.get_rank(), dist.get_world_size()
+    candidates = Candidates(resume, store)
+
+    def choose() -> str:
+        return str(candidates.best() or "") if rank == 0 else ""
+
+    def reject(path: Path, reason: str) -> None:
+        if rank == 0:
+            candidates.reject(path, reason)
+
+    while chosen := gather_texts(together(choose))[0]:
+        path = Path(chosen)
+        found = gather_texts(together(partial(_damage, path, rank, size)))
+        wrong = next((reason for reason in found if reason), None)
+        if wrong is None:
+            return path
+        together(partial(reject, path, wrong))
+    return None
 
 
-def _explicit(path: Path) -> Path:
-    try:
-        if not path.is_dir():
-            what = "is a file" if path.exists() else "no such directory"
-            raise CheckpointError(f"training.resume={path}: {what}; give a checkpoint's directory, or auto")
-        list(path.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"training.resume={path} cannot be read: {error}") from error
-    inside = CheckpointStore(path)
-    if inside.steps():
-        newest = inside.newest()
+def _damage(path: Path, part: int, parts: int) -> str:
+    return corruption(path, part=part, parts=parts) or ""
+
+
+class Candidates:
+    """What ``training.resume`` may mean, as far as names and file sizes tell."""
+
+    def __init__(self, resume: str, store: CheckpointStore) -> None:
+        self._resume, self._store = resume, store
+        self._among = store if resume == "auto" else None
+        """The directory of several that is chosen from."""
+
+    def best(self) -> Path | None:
+        if self._resume == "auto":
+            return self._store.candidate()
+        chosen = None if self._resume == "none" else self._explicit(Path(self._resume))
+        chosen_step = 0 if chosen is None else TrainState.read(chosen).step
+        newer = [step for step in self._store.complete_steps() if step > chosen_step]
+        if newer:
+            raise CheckpointError(
+                f"training.resume={self._resume} would start at step {chosen_step}, but --checkpoint_dir "
+                f"{self._store.root} holds checkpoints of later steps (newest: step {newer[-1]}), and the two runs "
+                "would mix; name another --checkpoint_dir, or set training.resume to auto to continue from the newest"
+            )
+        return chosen
+
+    def reject(self, path: Path, reason: str) -> None:
+        """``path`` has turned out to be damaged."""
+        if self._among is None:
+            raise CheckpointError(f"training.resume={path} cannot be used: {reason}")
+        self._among.pass_over(path, reason)
+
+    def _explicit(self, path: Path) -> Path:
+        try:
+            if not path.is_dir():
+                what = "is a file" if path.exists() else "no such directory"
+                raise CheckpointError(f"training.resume={path}: {what}; give a checkpoint's directory, or auto")
+            list(path.iterdir())
+        except OSError as error:
+            raise CheckpointError(f"training.resume={path} cannot be read: {error}") from error
+        if self._among is None and CheckpointStore(path).steps():
+            self._among = CheckpointStore(path)
+        if self._among is None:
+            reason = defect(path)
+            if reason is not None:
+                raise CheckpointError(f"training.resume={path} cannot be used: {reason}")
+            return path
+        newest = self._among.candidate()
         if newest is None:
             raise CheckpointError(f"training.resume={path}: none of its checkpoints is complete")
         return newest
-    reason = corruption(path)
-    if reason is not None:
-        raise CheckpointError(f"training.resume={path} cannot be used: {reason}")
-    return path
 
 
 def compare_configuration(path: Path, saved: dict[str, Any], cfg: Config, table: str) -> None:

@@ -14,7 +14,7 @@ from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, Saver, T
 from torchtitan_npu.checkpoint.state import library_versions
 from torchtitan_npu.config import Config, RunArgs, to_dict, validate_world
 from torchtitan_npu.data import Batch
-from torchtitan_npu.launch import Environment, gather_rows, gather_texts, together
+from torchtitan_npu.launch import Environment, gather_rows, together
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import estimate_memory
 from torchtitan_npu.train.checkpointing import Checkpointing
@@ -56,7 +56,7 @@ class Trainer:
         self.tokens = 0
         self.train_seconds = 0.0
         self.learning_rate = 0.0
-        chosen = self._choose_checkpoint()
+        chosen = choose_checkpoint(cfg.training.resume, self.store)
         self.finished = self._already_finished(chosen)
         if self.finished:
             return
@@ -242,17 +242,6 @@ class Trainer:
             f"global samples {first_sample}..{self.loader.global_sample - 1}. Lower training.learning_rate, lengthen "
             "training.warmup_steps, or try parallel.dtype=fp32, and start the same command again"
         )
-
-    def _choose_checkpoint(self) -> Path | None:
-        """Rank 0's choice, for all ranks: their views of a network file system may differ."""
-
-        def choose() -> str:
-            if self.env.rank != 0:
-                return ""
-            return str(choose_checkpoint(self.cfg.training.resume, self.store) or "")
-
-        chosen = gather_texts(together(choose))[0]
-        return Path(chosen) if chosen else None
 
     def _already_finished(self, chosen: Path | None) -> bool:
         if chosen is None:
