@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan_npu.checkpoint.directory import CheckpointError
+from torchtitan_npu.checkpoint.manifest import CheckpointError
 from torchtitan_npu.config import ConfigError, ModelConfig, config_from_dict
 from torchtitan_npu.config.presets import PRESETS, preset
 

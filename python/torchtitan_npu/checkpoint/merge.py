@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_npu.checkpoint.directory import CheckpointError
+from torchtitan_npu.checkpoint.manifest import CheckpointError
 from torchtitan_npu.checkpoint.output import new_file
 from torchtitan_npu.checkpoint.tensor_source import TensorSource
 from torchtitan_npu.safetensors_file import TensorEntry, write_safetensors
