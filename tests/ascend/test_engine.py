@@ -45,4 +45,4 @@ def test_numbers_are_those_of_a_plain_model(simulator: Path, files: str, tests: 
 
 
 def test_random_programs(simulator: Path) -> None:
-    run_on_cards(simulator, str(DIST / "fuzz.py"), "--programs", "12", "--seed", "7", TT_SIM_DELAY="3")
+    run_on_cards(simulator, str(DIST / "fuzz.py"), "--programs", "8", "--seed", "7", TT_SIM_DELAY="3")
