@@ -245,7 +245,8 @@ def test_an_operator_that_is_not_simulated_is_named(run: Run) -> None:
         x = torch.ones(1, 1, 4, 4, device="npu")
         torch.nn.functional.conv2d(x, torch.ones(1, 1, 2, 2, device="npu"))
         torch.npu.synchronize()
-        """
+        """,
+        TASK_QUEUE_ENABLE="0",  # with the queue, torch_npu now and then finds it empty before it sees its error
     )
     assert done.returncode != 0
     assert "Conv" in done.stderr, done.stderr
