@@ -180,19 +180,13 @@ void C10dCommunicator::wait_until(const Done& done, const std::string& of, std::
   }
 }
 
-// On an accelerator, data have arrived for the host when they are under way: a lane waits for them.
-bool C10dCommunicator::has_arrived(const Job& job) const {
-  if (!job.announced()) return false;
-  return !on_host() ||
-         std::all_of(job.works().begin(), job.works().end(), [](const Work& work) { return work->isCompleted(); });
-}
-
 void C10dCommunicator::wait(const Job& job, bool of_reductions) {
   check_not_failed();
-  if (!has_arrived(job)) {
+  if (!job.has_come(on_host())) {
     const auto& queue = of_reductions ? *reduction_queue_ : *gather_queue_;
-    wait_until([&] { return has_arrived(job) || queue.broken(); }, describe(job.mine()), job.number(), of_reductions);
-    if (const auto before = queue.broken(); before != nullptr && !has_arrived(job)) {
+    wait_until([&] { return job.has_come(on_host()) || queue.broken(); }, describe(job.mine()), job.number(),
+               of_reductions);
+    if (const auto before = queue.broken(); before != nullptr && !job.has_come(on_host())) {
       if (before->error()) throw_error_of(*before);
       check_agreement(*before);
     }
@@ -299,7 +293,7 @@ bool C10dCommunicator::place_is_free(std::uint32_t place) {
   // The memory is this rank's own; but a gather that was not waited for may still write there.
   const auto found = leftovers_.find(place);
   if (found == leftovers_.end()) return true;
-  return has_arrived(*found->second);
+  return found->second->has_come(on_host());
 }
 
 void C10dCommunicator::wait_place_free(std::uint32_t place) {
@@ -418,7 +412,7 @@ void C10dCommunicator::abort_round(std::uint64_t round, std::span<const runtime:
 bool C10dCommunicator::reduce_is_ready(std::uint32_t bucket, std::uint64_t round) {
   const auto& r = reduction(bucket, round);
   // One that a peer has given up is never ready: this rank may be about to do the same. Else, its wait says so.
-  return r.launched && has_arrived(*r.job) && (r.job->agreed() || r.job->error());
+  return r.launched && r.job->has_come(on_host()) && (r.job->agreed() || r.job->error());
 }
 
 void C10dCommunicator::wait_reduce_ready(std::uint32_t bucket, std::uint64_t round) {
@@ -468,8 +462,7 @@ void C10dCommunicator::give_back(Reduction& r) {
 void C10dCommunicator::drop_aborted_that_have_ended() {
   for (auto it = aborted_.begin(); it != aborted_.end();) {
     auto& r = it->second;
-    const auto ended = [](const Work& work) { return work->isCompleted(); };
-    if (r.job->announced() && std::all_of(r.job->works().begin(), r.job->works().end(), ended)) {
+    if (r.job->has_come(/*on_host=*/true)) {  // the device has ended, too
       give_back(r);
       it = aborted_.erase(it);
     } else {
@@ -479,7 +472,7 @@ void C10dCommunicator::drop_aborted_that_have_ended() {
 }
 
 bool C10dCommunicator::has_come(const Reduction& aborted) const {
-  return has_arrived(*aborted.job) || reduction_queue_->broken();
+  return aborted.job->has_come(on_host()) || reduction_queue_->broken();
 }
 
 bool C10dCommunicator::contribution_is_free(std::uint32_t bucket, std::uint64_t round) {

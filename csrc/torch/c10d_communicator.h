@@ -115,7 +115,6 @@ class C10dCommunicator final : public runtime::Communicator {
   // Until done(); looks after progress, notes of peers and the deadline. `of`: what it is in, for messages.
   template <typename Done>
   void wait_until(const Done& done, const std::string& of, std::uint64_t number, bool of_reductions);
-  bool has_arrived(const Job& job) const;
   bool on_host() const { return device_.is_cpu(); }
   void wait_for_data(const Job& job);
   void check_agreement(const Job& job);

@@ -45,6 +45,11 @@ bool same_but_void(const Header& a, const Header& b) {
   return kind(a) == kind(b) && a.item == b.item && a.number == b.number;
 }
 
+bool CollectiveQueue::Job::has_come(bool on_host) const {
+  const auto ended = [](const Work& work) { return work->isCompleted(); };
+  return announced() && (!on_host || std::all_of(works_.begin(), works_.end(), ended));
+}
+
 Header CollectiveQueue::Job::header(int rank) const {
   const std::int64_t* record = everyone_.data() + static_cast<std::size_t>(rank) * words_;
   return {static_cast<Header::What>(record[0]), record[1], record[2]};

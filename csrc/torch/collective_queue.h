@@ -60,6 +60,9 @@ class CollectiveQueue {
     // Nothing more will happen in the background, unless agreed(): then its data are under way.
     bool announced() const { return announced_.load(std::memory_order_acquire); }
 
+    // Announced, and its data are there; on an accelerator they are under way, and a lane waits for them.
+    bool has_come(bool on_host) const;
+
     // Once announced():
     std::exception_ptr error() const { return error_; }   // of the announcement or the launch
     bool failed_in_launch() const { return in_launch_; }  // it is this rank's own failure, then

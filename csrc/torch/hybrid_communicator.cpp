@@ -89,7 +89,7 @@ class HybridCommunicator::Patience {
     if (why.empty()) {
       why = owner_.transport_->error();
     }
-    if (why.empty() || (travels && owner_.has_come(*first->job))) {
+    if (why.empty() || (travels && first->job->has_come(owner_.on_host()))) {
       return;
     }
     owner_.give_up(str("rank ", owner_.global_ranks_[owner_.replica_], ": ", awaited(), " will not come: ", why));
@@ -248,7 +248,7 @@ void HybridCommunicator::advance() {
     stage(bucket);
   }
   for (auto travel = travels_.begin(); travel != travels_.end();) {
-    if (!has_come(*travel->job)) {
+    if (!travel->job->has_come(on_host())) {
       ++travel;
       continue;
     }
@@ -283,18 +283,13 @@ void HybridCommunicator::stage(std::uint32_t bucket) {
     return std::vector<Work>{transport->all_reduce(data)};
   };
   const Header header{Header::What::kReduction, bucket, static_cast<std::int64_t>(r.round)};
-  travels_.push_back({bucket, r.round, queue_->add(header, r.reported, launches_.after_current(launch)), true, true});
+  travels_.push_back({queue_->add(header, r.reported, launches_.after_current(launch)), true, true});
   r.phase = Phase::kBetween;
 }
 
 void HybridCommunicator::send_void(std::uint32_t bucket, std::uint64_t round) {
   const Header header{Header::What::kVoidReduction, bucket, static_cast<std::int64_t>(round)};
-  travels_.push_back({bucket, round, queue_->add(header, {}, nullptr), false, false});
-}
-
-bool HybridCommunicator::has_come(const Job& job) const {
-  return job.announced() && (!place_.where.is_cpu() || std::all_of(job.works().begin(), job.works().end(),
-                                                                   [](const Work& w) { return w->isCompleted(); }));
+  travels_.push_back({queue_->add(header, {}, nullptr), false, false});
 }
 
 void HybridCommunicator::wait_for_data(const Job& job) {
@@ -312,17 +307,18 @@ void HybridCommunicator::arrive(const Travel& travel) {
     throw_error_of(job, job.error());
   }
   check_in_step(job);
-  if (place_.where.is_cpu() || !travel.wanted) {
+  const auto bucket = static_cast<std::uint32_t>(job.mine().item);
+  if (on_host() || !travel.wanted) {
     const runtime::LaneGuard lane(*place_.device, runtime::Lane::kReduce);
     wait_for_data(job);
   }
   if (!travel.wanted) {
     if (travel.staged) {
-      leave_staging(travel.bucket);
+      leave_staging(bucket);
     }
     return;
   }
-  auto& r = reduction(travel.bucket, travel.round);
+  auto& r = reduction(bucket, static_cast<std::uint64_t>(job.mine().number));
   r.phase = job.agreed() ? Phase::kReady : Phase::kVoid;
   r.reported = job.extra_of_any(r.reported.size());
   r.job = travel.job;

@@ -109,20 +109,17 @@ class HybridCommunicator final : public runtime::Communicator {
 
   // One all-reduce under way.
   struct Travel {
-    std::uint32_t bucket = 0;
-    std::uint64_t round = 0;
     JobPtr job;
     bool wanted = true;   // false: its round was given up
     bool staged = false;  // in staging memory
   };
 
+  bool on_host() const { return place_.where.is_cpu(); }
   // Takes every step that needs no waiting.
   void advance();
   void stage(std::uint32_t bucket);
   // Says that this replica gives the round up.
   void send_void(std::uint32_t bucket, std::uint64_t round);
-  // On an accelerator, data have arrived for the host when they are under way: a lane waits for them.
-  bool has_come(const Job& job) const;
   void arrive(const Travel& travel);
   void wait_for_data(const Job& job);
   // Throws if a replica has announced anything else, except that it gives the round up.

@@ -57,15 +57,4 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _like(tensor: Tensor, copy: Tensor) -> Tensor:
     """``copy`` as the part of the whole tensor that ``tensor`` is."""
-    if not isinstance(tensor, Piece):
-        return copy
-    return Piece(
-        copy,
-        fqn=tensor.fqn,
-        shape=tensor.whole_shape,
-        start=tensor.start,
-        rank=tensor.rank,
-        world_size=tensor.world_size,
-        offsets=tensor.offsets,
-        box_shape=tensor.box_shape,
-    )
+    return tensor.around(copy) if isinstance(tensor, Piece) else copy

@@ -77,8 +77,12 @@ class Piece(torch.Tensor):
         return self.plain().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        return self.around(self.plain().clone())
+
+    def around(self, memory: torch.Tensor) -> Piece:
+        """The same piece of the whole tensor, in other memory."""
         return Piece(
-            self.plain().clone(),
+            memory,
             fqn=self.fqn,
             shape=self.whole_shape,
             start=self.start,
