@@ -299,7 +299,8 @@ def write_png(
         axes.set_xticks(range(len(groups)), groups)
         axes.set_ylabel(label)
         axes.margins(y=0.12)
-        axes.legend(fontsize=8, ncols=min(4, len(drawn)), loc="upper center", bbox_to_anchor=(0.5, -0.08))
+        if len(drawn) > 1:  # the axis names the only one
+            axes.legend(fontsize=8, ncols=min(4, len(drawn)), loc="upper center", bbox_to_anchor=(0.5, -0.08))
     axes = all_axes[0][0]
     if log_scale:
         smallest = min(value for values in series.values() for value in values if value)

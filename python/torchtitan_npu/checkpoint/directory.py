@@ -96,6 +96,8 @@ class CheckpointStore:
             CheckpointError: it cannot.
         """
         try:
+            if self.root.exists() and not self.root.is_dir():
+                raise CheckpointError(f"--checkpoint_dir {self.root} cannot be written: it is a file; name a directory")
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.root, prefix=".writable-", buffering=0) as file:
                 file.write(b"\0")
