@@ -221,13 +221,26 @@ void PeerWait::check_mutual(const WaitReason& reason, const Arrived& arrived) {
     std::this_thread::sleep_for(kStuckNap);  // the three values are not read at once, and may be of a wait just ended
     const auto its = blocked(peer);
     if (!its || its->kind != before->kind || its->item != before->item || its->number != before->number) continue;
-    const std::string message =
-        str("ranks have come apart: ", my_name(), " waits for ", name(peer), " in ", describe(reason), ", and ",
-            name(peer), " for ", my_name(), " in ", describe(*its),
-            ". All ranks must run the same modules in the same order, and an exception on one must stop all");
-    fail(message);
-    throw PeerError(message);
+    const std::uint64_t ended = control_.rank(rank_).closed_round.load(std::memory_order_relaxed);
+    if (its->kind == WaitKind::kReduce && ended >= its->number)
+      throw_skipped(rank_, ended, its->item, its->number, peer);
+    throw_apart(str(my_name(), " waits for ", name(peer), " in ", describe(reason), ", and ", name(peer), " for ",
+                    my_name(), " in ", describe(*its)));
   }
+}
+
+void PeerWait::throw_apart(const std::string& what) {
+  const std::string message =
+      str("ranks have come apart: ", what,
+          ". All ranks must run the same modules in the same order, also where the data differ, and an exception on "
+          "one must stop all");
+  fail(message);
+  throw PeerError(message);
+}
+
+void PeerWait::throw_skipped(int skipper, std::uint64_t ended, std::uint32_t bucket, std::uint64_t round, int waiter) {
+  throw_apart(str(name(skipper), " has ended backward pass ", ended, " without the reduction of ", this->bucket(bucket),
+                  " in backward pass ", round, " that ", name(waiter), " waits for"));
 }
 
 void PeerWait::throw_late(const WaitReason& reason, const Arrived& arrived, double timeout_seconds, const char* hint) {

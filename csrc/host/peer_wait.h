@@ -48,6 +48,12 @@ class PeerWait {
 
   // Marks this rank as failed. The first reason stays.
   void fail(const std::string& why) noexcept;
+  // Marks this rank as failed and throws PeerError: ranks do not run the same program any more.
+  [[noreturn]] void throw_apart(const std::string& what);
+  // ... since `skipper` has ended backward pass `ended` and never reduced what `waiter` waits for. Either may see it
+  // first.
+  [[noreturn]] void throw_skipped(int skipper, std::uint64_t ended, std::uint32_t bucket, std::uint64_t round,
+                                  int waiter);
   // Throws if this rank has failed: its peers count on nothing more from it.
   void check_not_failed();
 

@@ -195,13 +195,14 @@ bool ShmCommunicator::has_gathered(int peer, std::uint32_t place, const Tag& tag
   const std::uint32_t its_unit = entry.unit.load(std::memory_order_relaxed);
   if (sequence == tag.sequence && its_place == place && its_unit == tag.unit) return true;
   if (sequence != tag.sequence) {
-    throw_apart(str(wait_->my_name(), " is at gather ", tag.sequence, " (", wait_->unit(tag.unit), "), ",
-                    wait_->name(peer), " is already at gather ", last));
+    wait_->throw_apart(str(wait_->my_name(), " is at gather ", tag.sequence, " (", wait_->unit(tag.unit), "), ",
+                           wait_->name(peer), " is already at gather ", last));
   }
   const std::string places = its_unit == tag.unit ? str(", place ", place) : "";
   const std::string its_places = its_unit == tag.unit ? str(", place ", its_place) : "";
-  throw_apart(str(wait_->my_name(), " gathers ", wait_->unit(tag.unit), " (gather ", tag.sequence, places, "), ",
-                  wait_->name(peer), " gathers ", wait_->unit(its_unit), " (gather ", tag.sequence, its_places, ")"));
+  wait_->throw_apart(str(wait_->my_name(), " gathers ", wait_->unit(tag.unit), " (gather ", tag.sequence, places, "), ",
+                         wait_->name(peer), " gathers ", wait_->unit(its_unit), " (gather ", tag.sequence, its_places,
+                         ")"));
 }
 
 void ShmCommunicator::wait_gather(std::uint32_t place, const Tag& tag) {
@@ -288,8 +289,7 @@ bool ShmCommunicator::has_launched(int peer, std::uint32_t bucket, std::uint64_t
   const std::uint64_t closed = control_->rank(peer).closed_round.load(std::memory_order_acquire);
   if (find_slot(peer, bucket, round)) return true;
   if (closed >= round) {
-    throw_apart(str(wait_->name(peer), " has ended backward pass ", closed, " without the reduction of ",
-                    wait_->bucket(bucket), " in backward pass ", round, " that ", wait_->my_name(), " waits for"));
+    wait_->throw_skipped(peer, closed, bucket, round, rank());
   }
   return false;
 }
@@ -375,14 +375,6 @@ void ShmCommunicator::set_progress(std::function<void()> progress) {
 
 void ShmCommunicator::fail(const std::string& why) noexcept {
   if (wait_) wait_->fail(why);
-}
-
-void ShmCommunicator::throw_apart(const std::string& what) {
-  const std::string message =
-      str("ranks have come apart: ", what,
-          ". All ranks must run the same modules in the same order, also where the data differ");
-  wait_->fail(message);
-  throw PeerError(message);
 }
 
 }  // namespace tt::host

@@ -78,7 +78,6 @@ class ShmCommunicator final : public runtime::Communicator {
   bool has_finished(int rank, std::uint32_t bucket, std::uint64_t round);
   std::optional<std::size_t> find_slot(int rank, std::uint32_t bucket, std::uint64_t round);
   std::size_t ready_slot(int rank, std::uint32_t bucket, std::uint64_t round);
-  [[noreturn]] void throw_apart(const std::string& what);
 
   ShmOptions options_;
   SegmentSource source_;

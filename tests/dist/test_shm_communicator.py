@@ -207,10 +207,14 @@ def other_place(rank: int, size: int, name: str, pipe: Connection) -> None:
     comm.wait_gather(rank, 3, 1)
 
 
-def skipped_reduction(rank: int, size: int, name: str, pipe: Connection) -> None:
+def skipped_reduction(rank: int, size: int, name: str, pipe: Connection, late: int) -> None:
+    """Rank 1 ends the backward pass without a reduction that rank 0 waits for; rank `late` comes to its wait last: either
+    may be the one that finds it."""
     comm = connect(rank, size, name)
     if rank == 0:
         comm.launch_reduce(1, 1, _C.NO_GRADIENT, SHARD_FLOATS, F32, [])
+    if rank == late:
+        time.sleep(0.3)
     comm.close_round(1)
     if rank == 0:
         comm.wait_reduce_ready(1, 1)
@@ -235,8 +239,9 @@ def test_other_place_is_named() -> None:
             assert "rank 1 gathers unit 'head' (gather 1, place 1)" in message
 
 
-def test_skipped_reduction_is_named() -> None:
-    with running(skipped_reduction, 2) as ranks:
+@pytest.mark.parametrize("late", [0, 1])
+def test_skipped_reduction_is_named(late: int) -> None:
+    with running(skipped_reduction, 2, late) as ranks:
         for kind, message in ranks.results():
             assert kind == "PeerError"
             assert "rank 1 has ended backward pass 1 without the reduction of bucket 1" in message
