@@ -171,8 +171,8 @@ def _export_parser() -> cli.Parser:
 def _import_parser() -> cli.Parser:
     parser = cli.Parser(
         prog="torchtitan-npu import",
-        description="Turn a Llama model of Hugging Face's transformers into the checkpoint of step 0, from which "
-        "train.py starts on any number of ranks. Prints the model section for the YAML.",
+        description="Turn a Llama or Qwen3 model of Hugging Face's transformers into the checkpoint of step 0, from "
+        "which train.py starts on any number of ranks. Prints the model section for the YAML.",
         allow_abbrev=False,
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the directory with config.json and safetensors")

@@ -157,3 +157,17 @@ def test_bf16_trains(make_workspace: Callable[..., Workspace], sharded: tuple[Wo
     losses, expected = ([loss for loss, _ in run.losses()] for run in (work, sharded[0]))
     assert losses == pytest.approx(expected, rel=0.01)
     assert losses != expected
+
+
+def test_qwen3_on_two_ranks_is_the_same_as_on_one(make_workspace: Callable[..., Workspace]) -> None:
+    """A second family through the whole trainer: queries and keys with norms of their own, heads wider than dim / H."""
+    flags = ["--model.name", "qwen3_debug", "--model.head_dim", "16", "--model.tie_embeddings", "true"]
+    one = make_workspace("one", *flags, "--training.batch_size", "4", "--training.gradient_accumulation_steps", "1")
+    two = make_workspace("two", *flags, "--training.gradient_accumulation_steps", "1")
+    for work, ranks in ((one, 1), (two, 2)):
+        result = work.train(ranks=ranks)
+        assert result.returncode == 0, result.stderr
+        # 61 * 48 + 48 + 2 * (2 * 48 * 64 + 2 * 48 * 32 + 3 * 48 * 88 + 2 * 48 + 2 * 16) parameters
+        assert "47,008 parameters" in result.stdout
+    for ours, wanted in zip(two.losses(), one.losses(), strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-5)

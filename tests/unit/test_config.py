@@ -122,8 +122,7 @@ def test_all_problems_are_reported_together_in_the_files_order(tmp_path: Path) -
         load(tmp_path, text, "--data.shufle", "true")
     assert str(caught.value).splitlines() == [
         f"{tmp_path}/config.yaml: 8 problems",
-        "  model.name: 'llama3_7c' is not a known model; did you mean llama3_7b? known: llama3_debug, llama3_7b, "
-        "llama3_8b, llama3_13b, llama3_70b (line 2)",
+        f"  model.name: 'llama3_7c' is not a known model; did you mean llama3_7b? known: {', '.join(PRESETS)} (line 2)",
         "  model.n_headz: unknown key; did you mean model.n_heads? (line 3)",
         "  model.dim: 4096.5 is not an integer (line 4)",
         "  training.learning_rate: 'fast' is not a number (line 6)",
@@ -242,7 +241,8 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
         (
             {"model": {"n_heads": 7, "n_kv_heads": 7}},
             "model.n_heads",
-            "7 must divide model.dim; model.dim is 256 (from llama3_debug); change one of them",
+            "7 must divide model.dim where model.head_dim is null; model.dim is 256 (from llama3_debug), "
+            "model.head_dim is null (from llama3_debug); change one of them or set model.head_dim",
         ),
         ({"model": {"dim": 24, "n_heads": 8, "n_kv_heads": 8}}, "model.n_heads", "8 must leave heads of even width"),
         (
@@ -398,7 +398,8 @@ def test_wrong_overrides_name_the_flag(tmp_path: Path) -> None:
     )
     assert found == {
         "--training.log_interval": "0 is out of range; it must be >= 1",
-        "--model.n_heads": "7 must divide model.dim; model.dim is 256 (from llama3_debug); change one of them",
+        "--model.n_heads": "7 must divide model.dim where model.head_dim is null; model.dim is 256 (from "
+        "llama3_debug), model.head_dim is null (from llama3_debug); change one of them or set model.head_dim",
         "--training.max_stps": "unknown key; did you mean training.max_steps?",
         "--training.checkpoint": "is a section; set one of its keys: --training.checkpoint.<key> <value>",
         "--data.shuffle": "needs a value: --data.shuffle <value>",

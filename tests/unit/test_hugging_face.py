@@ -1,4 +1,4 @@
-"""Llama models to and from transformers: the same logits, whatever saved them; bad input is named."""
+"""Llama and Qwen3 models to and from transformers: the same logits, whatever saved them; bad input is named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from torchtitan_npu import cli
 from torchtitan_npu.checkpoint import CheckpointStore, TrainState
@@ -38,16 +45,20 @@ SHAPES: list[dict[str, Any]] = [
         "rope_scaling_factor": 8.0,
         "rope_original_max_seq_len": 16,
     },
+    {"n_heads": 4, "n_kv_heads": 2, "tie_embeddings": True, "head_dim": 20},
+    {"name": "qwen3_debug", "n_heads": 4, "n_kv_heads": 2, "tie_embeddings": False, "head_dim": 16},
+    {"name": "qwen3_debug", "n_heads": 2, "n_kv_heads": 1, "tie_embeddings": True, "head_dim": 24, "norm_eps": 1e-5},
 ]
 TOKENS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(3))
 
 
 def our_config(**changes: Any) -> ModelConfig:
     values: dict[str, Any] = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 88}
-    return preset("llama3_debug", **(values | {"vocab_size": 61, "max_seq_len": 32} | changes))
+    values |= {"vocab_size": 61, "max_seq_len": 32, "rope_theta": 500000.0, "norm_eps": 1e-5} | changes
+    return preset(values.pop("name", "llama3_debug"), **values)
 
 
-def their_model(**changes: Any) -> LlamaForCausalLM:
+def their_model(name: str = "llama3_debug", **changes: Any) -> PreTrainedModel:
     torch.manual_seed(5)
     values: dict[str, Any] = {
         "hidden_size": 48,
@@ -63,7 +74,10 @@ def their_model(**changes: Any) -> LlamaForCausalLM:
         "initializer_range": 0.2,
         "eos_token_id": 7,
     }
-    model = LlamaForCausalLM(LlamaConfig(**(values | changes)))
+    if name.startswith("qwen3"):
+        model = Qwen3ForCausalLM(Qwen3Config(**(values | changes)))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**(values | changes)))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -122,7 +136,8 @@ def test_exported_logits_are_ours(shape: dict[str, Any], tmp_path: Path) -> None
     assert (
         run("export", tmp_path / "checkpoints", "--to", "hf", "--output", tmp_path / "hf", "--max_shard_gb", 1e-4) == 0
     )
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert isinstance(theirs, Qwen3ForCausalLM if "qwen3" in str(shape.get("name")) else LlamaForCausalLM)
     assert theirs.dtype == torch.float32
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS), rtol=0, atol=1e-5)
@@ -149,6 +164,8 @@ def test_imported_logits_are_theirs(
         tie_word_embeddings=shape["tie_embeddings"],
         rope_parameters=rope_parameters(shape),
         rms_norm_eps=shape.get("norm_eps", 1e-5),
+        head_dim=shape.get("head_dim"),
+        name=shape.get("name", "llama3_debug"),
     )
     theirs.save_pretrained(tmp_path / "hf", max_shard_size=max_shard_size)
     assert run("import", tmp_path / "hf", "--from", "hf", "--output", tmp_path / "checkpoints") == 0
@@ -156,13 +173,13 @@ def test_imported_logits_are_theirs(
 
     section = yaml.safe_load(capsys.readouterr().out.partition("\n\n")[2])["model"]
     cfg = config_from_dict({"model": section, "training": {"learning_rate": 1, "max_steps": 1}}).model
-    assert cfg == our_config(**shape)
+    assert cfg == our_config(**shape | {"name": cfg.name})  # the nearest preset, whichever that is
     ours = load_ours(tmp_path / "checkpoints/step-00000000", cfg)
     with torch.no_grad():
         torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-5)
     # And back: the same tensors, bit for bit.
     assert run("export", tmp_path / "checkpoints", "--to", "hf", "--output", tmp_path / "again") == 0
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theirs.parameters(), strict=True))
     assert again.config.eos_token_id == 7
 
@@ -288,12 +305,16 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "messages"),
     [
-        (lambda d: change_config(d, model_type="qwen2"), ["model_type is 'qwen2'; only Llama models"]),
+        (lambda d: change_config(d, model_type="qwen2"), ["model_type is 'qwen2'; only llama and qwen3 can"]),
         (
             lambda d: change_config(d, attention_bias=True, head_dim=16, hidden_act="gelu"),
             ["(2 keys)", "hidden_act: 'gelu' is not supported, only 'silu'", "attention_bias: True is not supported"],
         ),
-        (lambda d: change_config(d, head_dim=16), ["head_dim: 16 is not supported", "num_attention_heads = 12"]),
+        (
+            lambda d: change_config(d, model_type="qwen3", use_sliding_window=True),
+            ["use_sliding_window: True is not supported, only False"],
+        ),
+        (lambda d: change_config(d, head_dim=15), ["model.head_dim", "must be even"]),
         (lambda d: change_config(d, num_attention_heads=5, head_dim=None), ["model.n_heads", "must divide model.dim"]),
         (
             lambda d: change_config(d, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}),

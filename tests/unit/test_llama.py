@@ -24,9 +24,25 @@ def _seeded(cfg: ModelConfig, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("name", "expected"), [("llama3_7b", 7_526_944_768), ("llama3_8b", 8_030_261_248)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama3_1b", 1_235_814_400),
+        ("llama3_3b", 3_212_749_824),
+        ("llama3_7b", 7_526_944_768),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+        ("qwen3_0.6b", 596_049_920),
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_32b", 32_762_123_264),
+    ],
+)
 def test_parameter_count(name: str, expected: int) -> None:
-    """R17. For 7B: 2 * 128256 * 4096 + 4096 + 32 * (4 * 4096² + 3 * 4096 * 11008 + 2 * 4096)."""
+    """R17, and what the released models have. For 7B: 2 * 128256 * 4096 + 4096 + 32 * (4 * 4096² + 3 * 4096 * 11008 +
+    2 * 4096); for Qwen3 0.6B, tied: 151936 * 1024 + 1024 + 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072 +
+    2 * 1024 + 2 * 128).
+    """
     with torch.device("meta"):
         model = build_model(preset(name))
     assert sum(parameter.numel() for parameter in model.parameters()) == expected

@@ -1,4 +1,4 @@
-"""Between the section ``model`` and ``config.json`` of Hugging Face's Llama."""
+"""Between the section ``model`` and ``config.json`` of Hugging Face's Llama and Qwen3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_npu.checkpoint.manifest import CheckpointError
 from torchtitan_npu.config import ConfigError, ModelConfig, config_from_dict
-from torchtitan_npu.config.presets import PRESETS, preset
+from torchtitan_npu.config.presets import LLAMA3, PRESETS, QWEN3, family, preset
 
 CONFIG = "config.json"
 
@@ -32,15 +32,22 @@ _SCALING: dict[str, str] = {
 }
 """Our key: theirs in ``rope_scaling`` of the type ``llama3``."""
 
-_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "quantization_config": None,
-    "partial_rotary_factor": 1.0,
-    "pretraining_tp": 1,
+_KINDS: dict[str, str] = {LLAMA3: "llama", QWEN3: "qwen3"}
+"""Our family: their ``model_type``."""
+
+_ARCHITECTURES: dict[str, str] = {LLAMA3: "LlamaForCausalLM", QWEN3: "Qwen3ForCausalLM"}
+
+_WRITTEN: dict[str, dict[str, Any]] = {
+    LLAMA3: {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    QWEN3: {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
 }
-"""Their keys of which our model has one value only."""
+"""Their keys of which our model has one value only, and which their files have."""
+
+_FIXED: dict[str, Any] = {"quantization_config": None, "partial_rotary_factor": 1.0, "pretraining_tp": 1}
+"""More of them, which files need not have."""
+
+_QWEN3_HEAD_DIM = 128
+"""Of a Qwen3 file that does not say it."""
 
 
 def config_to_hf(model: ModelConfig, dtype: str, special_tokens: dict[str, Any]) -> dict[str, Any]:
@@ -51,18 +58,19 @@ def config_to_hf(model: ModelConfig, dtype: str, special_tokens: dict[str, Any])
         dtype: of the tensors, as torch names it (``bfloat16``).
         special_tokens: ``bos_token_id`` and the like.
     """
+    kind = family(model.name)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": _KINDS[kind],
         **{theirs: getattr(model, ours) for ours, theirs in _SAME.items()},
         "num_key_value_heads": model.n_kv_heads,
-        "head_dim": model.dim // model.n_heads,
+        "head_dim": model.head_width,
         "rope_theta": model.rope_theta,
         "rope_scaling": None
         if model.rope_scaling_factor == 1
         else {"rope_type": "llama3", **{theirs: getattr(model, ours) for ours, theirs in _SCALING.items()}},
         "tie_word_embeddings": model.tie_embeddings,
-        **{key: value for key, value in _FIXED.items() if key in ("hidden_act", "attention_bias", "mlp_bias")},
+        **_WRITTEN[kind],
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -75,7 +83,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     """The content of ``config.json``.
 
     Raises:
-        CheckpointError: there is none, or it describes no Llama.
+        CheckpointError: there is none, or it describes no model of ours.
     """
     path = directory / CONFIG
     try:
@@ -87,8 +95,9 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     kind = content.get("model_type")
-    if kind != "llama":
-        raise CheckpointError(f"{path}: model_type is {kind!r}; only Llama models (llama) can be imported")
+    if kind not in _KINDS.values():
+        known = " and ".join(_KINDS.values())
+        raise CheckpointError(f"{path}: model_type is {kind!r}; only {known} can be imported")
     return content
 
 
@@ -98,10 +107,11 @@ def config_from_hf(path: Path, content: dict[str, Any], **replaced: Any) -> Mode
     Raises:
         CheckpointError: with all that is missing or that our model does not have.
     """
+    kind = next(ours for ours, theirs in _KINDS.items() if theirs == content["model_type"])
     problems = [f"{theirs}: is missing" for theirs in _SAME.values() if theirs not in content]
     problems += [
         f"{key}: {content[key]!r} is not supported, only {value!r}"
-        for key, value in _FIXED.items()
+        for key, value in (_WRITTEN[kind] | _FIXED).items()
         if content.get(key, value) != value
     ]
     values = {ours: content.get(theirs) for ours, theirs in _SAME.items()}
@@ -110,15 +120,13 @@ def config_from_hf(path: Path, content: dict[str, Any], **replaced: Any) -> Mode
     rope, rope_problems = _rope(content)
     values |= rope
     problems += rope_problems
-    head_dim = content.get("head_dim")
-    if head_dim and not problems and head_dim * values["n_heads"] != values["dim"]:
-        problems.append(
-            f"head_dim: {head_dim} is not supported, only hidden_size / num_attention_heads = "
-            f"{content['hidden_size'] / content['num_attention_heads']:g}"
-        )
+    values["head_dim"] = content.get("head_dim") or (_QWEN3_HEAD_DIM if kind == QWEN3 else None)
     if not problems:
+        if kind == LLAMA3 and values["head_dim"] and values["head_dim"] * values["n_heads"] == values["dim"]:
+            values["head_dim"] = None
         values |= replaced
-        name = min(PRESETS, key=lambda name: len(_differences(PRESETS[name], values)))
+        presets = (name for name in PRESETS if family(name) == kind)
+        name = min(presets, key=lambda name: len(_differences(PRESETS[name], values)))
         section = {"name": name, **_differences(PRESETS[name], values)}
         try:
             # The other sections' required keys do not matter here.

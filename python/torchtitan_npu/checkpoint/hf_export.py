@@ -72,7 +72,7 @@ def export_hf(
     problems = compare(shapes(model), {name: entry.shape for name, entry in source.entries.items()})
     if problems:
         raise CheckpointError(
-            f"{source.path} does not hold the Llama model that its configuration describes ({len(problems)} tensors "
+            f"{source.path} does not hold the model that its configuration describes ({len(problems)} tensors "
             "differ):\n  " + "\n  ".join(problems)
         )
     rows = model.vocab_size if vocab_size is None else vocab_size

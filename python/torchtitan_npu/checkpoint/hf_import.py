@@ -72,8 +72,8 @@ def import_hf(
         The checkpoint, and the model section to train it with.
 
     Raises:
-        CheckpointError: the directory holds no Llama that our model can compute, tensors are missing, superfluous or
-            of other shapes, or the output may not be written.
+        CheckpointError: the directory holds no Llama or Qwen3 that our model can compute, tensors are missing,
+            superfluous or of other shapes, or the output may not be written.
     """
     content = read_hf_config(directory)
     replaced: dict[str, Any] = {} if max_seq_len is None else {"max_seq_len": max_seq_len}

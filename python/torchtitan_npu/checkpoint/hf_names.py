@@ -1,4 +1,4 @@
-"""Names of Llama's parameters here and in Hugging Face's files.
+"""Names of our models' parameters here and in Hugging Face's files.
 
 Shapes are the same. So is the order of rows in ``q_proj`` and ``k_proj``: both rotate the coordinates ``i`` and
 ``i + D/2`` of a head (ops/rotary.py), so nothing is permuted. (Meta's own files rotate ``2i`` and ``2i + 1``; Hugging
@@ -22,6 +22,8 @@ _INSIDE = {
     "attention.wk.weight": "self_attn.k_proj.weight",
     "attention.wv.weight": "self_attn.v_proj.weight",
     "attention.wo.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",

@@ -32,15 +32,32 @@ def _divides(divisor: int, *numbers: int) -> bool:
     return all(number % divisor == 0 for number in numbers)
 
 
-def _even_head_width(n_heads: int, dim: int) -> bool:
-    return dim % n_heads != 0 or (dim // n_heads) % 2 == 0
+def _heads_divide(n_heads: int, dim: int, head_dim: int | None) -> bool:
+    return head_dim is not None or dim % n_heads == 0
+
+
+def _even_head_width(n_heads: int, dim: int, head_dim: int | None) -> bool:
+    return head_dim is not None or dim % n_heads != 0 or (dim // n_heads) % 2 == 0
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("model.n_heads", ("model.dim",), _divides, "must divide model.dim", "change one of them"),
     Rule(
         "model.n_heads",
-        ("model.dim",),
+        ("model.dim", "model.head_dim"),
+        _heads_divide,
+        "must divide model.dim where model.head_dim is null",
+        "change one of them or set model.head_dim",
+    ),
+    Rule(
+        "model.head_dim",
+        (),
+        lambda width: width is None or width % 2 == 0,
+        "must be even (the rotary embedding turns pairs)",
+        "change it",
+    ),
+    Rule(
+        "model.n_heads",
+        ("model.dim", "model.head_dim"),
         _even_head_width,
         "must leave heads of even width (model.dim / model.n_heads; the rotary embedding turns pairs)",
         "change one of them",

@@ -34,15 +34,17 @@ class ModelConfig:
     """The section ``model``: a preset by name, and what differs from it."""
 
     name: str
-    """The preset: llama3_7b, llama3_8b, llama3_13b, llama3_70b or llama3_debug."""
+    """The preset, which also says the architecture: Llama 3 (llama3_8b, ...) or Qwen3 (qwen3_8b, ...)."""
     dim: PositiveInt = field(metadata=_FROM_PRESET)
     """Width of the residual stream."""
     n_layers: PositiveInt = field(metadata=_FROM_PRESET)
     """Number of transformer blocks."""
     n_heads: PositiveInt = field(metadata=_FROM_PRESET)
-    """Number of query heads; a head's width is `dim / n_heads`."""
+    """Number of query heads."""
     n_kv_heads: PositiveInt = field(metadata=_FROM_PRESET)
     """Number of key/value heads; fewer than `n_heads` is grouped-query attention."""
+    head_dim: PositiveInt | None = field(metadata=_FROM_PRESET)
+    """Width of a head; null is `dim / n_heads`."""
     ffn_dim: PositiveInt = field(metadata=_FROM_PRESET)
     """Hidden width of the feed-forward network (SwiGLU)."""
     vocab_size: PositiveInt = field(metadata=_FROM_PRESET)
@@ -65,6 +67,11 @@ class ModelConfig:
     """Rotations that turn more times than this in `rope_original_max_seq_len` are left alone; in between, a mixture."""
     use_flash_attention: bool = False
     """Fused attention; the same result as the plain path within tolerance, with less memory."""
+
+    @property
+    def head_width(self) -> int:
+        """``head_dim``, or what stands for it."""
+        return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

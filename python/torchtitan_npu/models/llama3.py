@@ -8,6 +8,8 @@ Letters of the shape suffixes:
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,12 +47,12 @@ def _rotary_scaling(cfg: ModelConfig) -> RotaryScaling | None:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention, ``[B, T, M] -> [B, T, M]``."""
+    """Causal grouped-query self-attention, ``[B, T, M] -> [B, T, M]``; H D need not be M."""
 
     def __init__(self, cfg: ModelConfig, layer_index: int) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads = cfg.n_heads, cfg.n_kv_heads
-        self.head_dim = cfg.dim // cfg.n_heads
+        self.head_dim = cfg.head_width
         self.flash = cfg.use_flash_attention
         self.wq = Linear(cfg.dim, cfg.n_heads * self.head_dim, init_std=_INIT_STD)
         self.wk = Linear(cfg.dim, cfg.n_kv_heads * self.head_dim, init_std=_INIT_STD)
@@ -62,8 +64,13 @@ class Attention(nn.Module):
         q_BHTD = self.wq(x_BTM).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
         k_BKTD = self.wk(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v_BKTD = self.wv(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        out_BHTD = attention(rope(q_BHTD), rope(k_BKTD), v_BKTD, flash=self.flash, documents=documents)
+        q_BHTD, k_BKTD = self.prepare(q_BHTD, k_BKTD, rope)
+        out_BHTD = attention(q_BHTD, k_BKTD, v_BKTD, flash=self.flash, documents=documents)
         return self.wo(out_BHTD.transpose(1, 2).reshape(B, T, self.n_heads * self.head_dim))
+
+    def prepare(self, q_BHTD: Tensor, k_BKTD: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """What attention compares: here queries and keys that are rotated by their positions."""
+        return rope(q_BHTD), rope(k_BKTD)
 
 
 class FeedForward(nn.Module):
@@ -83,10 +90,12 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """One layer, ``[B, T, M] -> [B, T, M]``."""
 
+    attention_type: ClassVar[type[Attention]] = Attention
+
     def __init__(self, cfg: ModelConfig, layer_index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attention = Attention(cfg, layer_index)
+        self.attention = self.attention_type(cfg, layer_index)
         self.ffn_norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.feed_forward = FeedForward(cfg, layer_index)
 
@@ -102,15 +111,15 @@ class Llama(nn.Module):
     ``output`` module.
     """
 
+    block_type: ClassVar[type[TransformerBlock]] = TransformerBlock
+
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
         head_std = _head_std(cfg.dim)
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim, init_std=head_std if cfg.tie_embeddings else 1.0)
-        self.rope = RotaryEmbedding(
-            cfg.dim // cfg.n_heads, cfg.max_seq_len, theta=cfg.rope_theta, scaling=_rotary_scaling(cfg)
-        )
-        self.layers = nn.ModuleList(TransformerBlock(cfg, i) for i in range(cfg.n_layers))
+        self.rope = RotaryEmbedding(cfg.head_width, cfg.max_seq_len, theta=cfg.rope_theta, scaling=_rotary_scaling(cfg))
+        self.layers = nn.ModuleList(self.block_type(cfg, i) for i in range(cfg.n_layers))
         self.norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.output = None if cfg.tie_embeddings else Linear(cfg.dim, cfg.vocab_size, init_std=head_std)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from torchtitan_npu.config import ModelConfig
+from torchtitan_npu.config.presets import LLAMA3, QWEN3, family
 from torchtitan_npu.models.llama3 import Llama
+from torchtitan_npu.models.qwen3 import Qwen3
+
+_MODELS: dict[str, type[Llama]] = {LLAMA3: Llama, QWEN3: Qwen3}
 
 
 def build_model(cfg: ModelConfig) -> Llama:
@@ -11,4 +15,4 @@ def build_model(cfg: ModelConfig) -> Llama:
 
     Under ``torch.device("meta")`` nothing is allocated; initialise it later with ``reset_parameters`` of each layer.
     """
-    return Llama(cfg)
+    return _MODELS[family(cfg.name)](cfg)

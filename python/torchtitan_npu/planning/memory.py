@@ -92,19 +92,19 @@ def activation_bytes(cfg: Config) -> int:
     """Most of what one micro-batch keeps for backward at any time.
 
     Per token and block, in the compute dtype: the inputs and outputs of both norms (4 M), queries and attention's
-    output (with the rotation's copy, 3 M), keys and values (3 K D), and four vectors of the feed-forward width; plain
+    output (with the rotation's copy, 3 H D), keys and values (3 K D), and four vectors of the feed-forward width; plain
     attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype. The loss holds the
     logits twice in fp32 and once in the compute dtype.
 
-    Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (M) and of every
-    second product, which are those of wq, wv, w1 and w2 (2 M + K D + F). The rest is there for one block at a time,
+    Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (H D) and of every
+    second product, which are those of wq, wv, w1 and w2 (H D + K D + F + M). The rest is there for one block at a time,
     when the loss has freed its part.
     """
     model, training = cfg.model, cfg.training
     width = 4 if cfg.parallel.dtype == "fp32" else 2
     tokens = training.batch_size * training.seq_len
-    kv_dim = model.n_kv_heads * (model.dim // model.n_heads)
-    per_token = width * (7 * model.dim + 3 * kv_dim + 4 * model.ffn_dim)
+    q_dim, kv_dim = model.n_heads * model.head_width, model.n_kv_heads * model.head_width
+    per_token = width * (4 * model.dim + 3 * q_dim + 3 * kv_dim + 4 * model.ffn_dim)
     if not model.use_flash_attention:
         per_token += training.seq_len * model.n_heads * (4 if width == 4 else 4 + width)
     loss = model.vocab_size * (2 * 4 + width)
@@ -112,5 +112,5 @@ def activation_bytes(cfg: Config) -> int:
         return tokens * (model.n_layers * per_token + loss)
     kept = width * model.dim
     if training.activation_checkpointing == "selective":
-        kept += width * (3 * model.dim + kv_dim + model.ffn_dim)
+        kept += width * (model.dim + 2 * q_dim + kv_dim + model.ffn_dim)
     return tokens * (model.n_layers * kept + max(per_token, loss))
