@@ -1,4 +1,4 @@
-"""The command line: ``torchtitan-npu {train,plan,tune,prepare,merge,export,import,doctor,simulate}`` and ``train.py``.
+"""The command line: ``torchtitan-npu COMMAND …``, and ``train.py``.
 
 Wrong arguments and wrong configurations end with exit status 2 and one message; heavy imports wait until both are
 right.
@@ -47,6 +47,7 @@ commands:
   merge     write a checkpoint's model into one safetensors file
   export    write a checkpoint's model as Hugging Face's transformers loads it
   import    turn a Hugging Face model into a checkpoint to start from
+  generate  continue a text with a checkpoint's model
   doctor    say what this machine has for NPUs, and what is wrong with it
   simulate  run a command on simulated Ascend cards, on the CPU
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_COMMANDS,
         allow_abbrev=False,
     )
-    commands = ("train", "plan", "tune", "prepare", "merge", "export", "import", "doctor", "simulate")
+    commands = ("train", "plan", "tune", "prepare", "merge", "export", "import", "generate", "doctor", "simulate")
     parser.add_argument("command", choices=commands, help="what to do, see below")
     if not arguments:
         say(parser.format_help())
@@ -82,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtitan_npu.cli_convert import convert_main
 
         return convert_main(command, rest)
+    if command == "generate":
+        from torchtitan_npu.cli_generate import generate_main
+
+        return generate_main(rest)
     if command == "doctor":
         return _doctor(rest)
     if command == "simulate":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchtitan_npu.checkpoint.tensor_source import TensorSource
     from torchtitan_npu.config import ModelConfig
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ONE_GB = 10**9
 
 
@@ -50,7 +50,7 @@ def _merge(args: argparse.Namespace) -> str:
         entries = merge(
             source,
             args.output,
-            dtype=_dtype(args.dtype),
+            dtype=torch_dtype(args.dtype),
             overwrite=args.overwrite,
             on_tensor=lambda name: bar.update(),
         )
@@ -66,7 +66,7 @@ def _export(args: argparse.Namespace) -> str:
     from torchtitan_npu.checkpoint.tensor_source import TensorSource
 
     source = TensorSource(args.checkpoint)
-    model = _model_of(source, args.config)
+    model = model_of(source, args.config)
     tokenizer = args.tokenizer
     if tokenizer is None and (source.path.parent / TOKENIZER).is_dir():
         tokenizer = source.path.parent / TOKENIZER
@@ -75,7 +75,7 @@ def _export(args: argparse.Namespace) -> str:
             source,
             model,
             args.output,
-            dtype=_dtype(args.dtype),
+            dtype=torch_dtype(args.dtype),
             max_shard_bytes=int(args.max_shard_gb * _ONE_GB),
             vocab_size=args.vocab_size,
             tokenizer=tokenizer,
@@ -95,7 +95,7 @@ def _import(args: argparse.Namespace) -> str:
         path, model = import_hf(
             args.model,
             args.output,
-            dtype=_dtype(args.dtype),
+            dtype=torch_dtype(args.dtype),
             vocab_multiple=args.vocab_multiple,
             max_seq_len=args.max_seq_len,
             overwrite=args.overwrite,
@@ -108,13 +108,13 @@ def _import(args: argparse.Namespace) -> str:
     )
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def torch_dtype(name: str | None) -> torch.dtype | None:
     import torch
 
-    return None if name is None else getattr(torch, _DTYPES[name])
+    return None if name is None else getattr(torch, DTYPES[name])
 
 
-def _model_of(source: TensorSource, config: Path | None) -> ModelConfig:
+def model_of(source: TensorSource, config: Path | None) -> ModelConfig:
     """The model section of ``config``, or else of the run that saved the checkpoint."""
     from torchtitan_npu.checkpoint.manifest import CheckpointError
     from torchtitan_npu.checkpoint.state import META, TrainState
@@ -137,7 +137,7 @@ def _merge_parser() -> cli.Parser:
         description="Write the model of a checkpoint into one safetensors file, under the model's own names.",
         allow_abbrev=False,
     )
-    _add_checkpoint(parser)
+    add_checkpoint(parser)
     _add_output(parser, "FILE", "the safetensors file to write")
     return parser
 
@@ -149,7 +149,7 @@ def _export_parser() -> cli.Parser:
         "config.json, sharded safetensors with their index, and the tokenizer's files.",
         allow_abbrev=False,
     )
-    _add_checkpoint(parser)
+    add_checkpoint(parser)
     parser.add_argument("--to", choices=("hf",), required=True, help="the format: hf is Hugging Face's")
     _add_output(parser, "DIR", "the directory to write")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the run's YAML, where the checkpoint lacks it")
@@ -191,7 +191,7 @@ def _import_parser() -> cli.Parser:
     return parser
 
 
-def _add_checkpoint(parser: cli.Parser) -> None:
+def add_checkpoint(parser: cli.Parser) -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
@@ -203,7 +203,7 @@ def _add_checkpoint(parser: cli.Parser) -> None:
 def _add_output(parser: cli.Parser, kind: str, text: str) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar=kind, help=text)
     parser.add_argument(
-        "--dtype", choices=tuple(_DTYPES), help="of the tensors written (default: that of each tensor read)"
+        "--dtype", choices=tuple(DTYPES), help="of the tensors written (default: that of each tensor read)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier result")
 

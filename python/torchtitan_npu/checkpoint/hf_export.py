@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from torchtitan_npu.checkpoint.hf_config import CONFIG, config_to_hf
-from torchtitan_npu.checkpoint.hf_names import compare, hf_name, shapes
+from torchtitan_npu.checkpoint.hf_names import hf_name
 from torchtitan_npu.checkpoint.manifest import CheckpointError, write_durably
 from torchtitan_npu.checkpoint.merge import with_dtype
 from torchtitan_npu.checkpoint.output import new_directory
 from torchtitan_npu.checkpoint.tensor_source import TensorSource
+from torchtitan_npu.checkpoint.whole_model import check_model
 from torchtitan_npu.config import ModelConfig
 from torchtitan_npu.safetensors_file import TensorEntry, write_safetensors
 
@@ -69,12 +70,7 @@ def export_hf(
     Raises:
         CheckpointError: the checkpoint does not hold this model, or the output may not be written.
     """
-    problems = compare(shapes(model), {name: entry.shape for name, entry in source.entries.items()})
-    if problems:
-        raise CheckpointError(
-            f"{source.path} does not hold the model that its configuration describes ({len(problems)} tensors "
-            "differ):\n  " + "\n  ".join(problems)
-        )
+    check_model(source, model)
     rows = model.vocab_size if vocab_size is None else vocab_size
     if rows > model.vocab_size:
         raise CheckpointError(f"--vocab_size {rows} is more than the model's {model.vocab_size}; it can only cut off")

@@ -24,6 +24,10 @@ class Tokenizer(Protocol):
         """Ids of each text, special tokens included, never truncated or padded."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes are ids 0-255; 256 begins a document (BOS), 257 ends it (EOS), 258 is padding (PAD)."""
@@ -38,7 +42,6 @@ class ByteTokenizer:
         return [[self.bos_id, *text.encode("utf-8")] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
@@ -66,6 +69,10 @@ class TokenizersFile:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=True)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
 
 
 class TransformersDirectory:
@@ -96,6 +103,10 @@ class TransformersDirectory:
             verbose=False,  # lengths over the tokenizer's model_max_length are wanted here
         )
         return [list(ids) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
 
 
 def load_tokenizer(name: str) -> Tokenizer:
