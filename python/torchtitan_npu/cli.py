@@ -176,8 +176,8 @@ def unrecognized(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str
     """The message for arguments nobody knows, with the nearest flag or YAML key for the first."""
     message = f"unrecognized arguments: {' '.join(unknown)}"
     name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
-    flags = {flag.lstrip("-"): flag for flag in parser._option_string_actions}
-    flags |= {key.rpartition(".")[2]: f"--{key}" for key in KEYS}
+    flags = {key.rpartition(".")[2]: f"--{key}" for key in KEYS}
+    flags |= {flag.lstrip("-"): flag for flag in parser._option_string_actions}
     close = difflib.get_close_matches(name, flags, n=1)
     return f"{message}; did you mean {flags[close[0]]}?" if close else message
 
@@ -206,12 +206,15 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
         except argparse.ArgumentTypeError as error:
             raise ConfigError("environment", [Problem("WORLD_SIZE", str(error))]) from error
     validate_world(config, world_size)
-    if data_dir is not None:
+    paths = {"--data_dir": data_dir, "validation.data_dir": config.validation.data_dir}
+    for name, path in paths.items():
+        if path is None:
+            continue
         from torchtitan_npu.data.errors import DataError
         from torchtitan_npu.data.files import expand_paths
 
         try:
-            expand_paths(data_dir, (".jsonl",), "--data_dir")
+            expand_paths(path, (".jsonl",), name)
         except DataError as error:
             say(f"{error}\n")
             return EXIT_USAGE

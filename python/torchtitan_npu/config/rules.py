@@ -113,6 +113,13 @@ RULES: tuple[Rule, ...] = (
         "change one of them",
     ),
     Rule(
+        "validation.interval",
+        ("validation.data_dir",),
+        lambda interval, data_dir: interval == 0 or data_dir is not None,
+        "needs validation.data_dir",
+        "name the held-out data there, or set validation.interval to 0",
+    ),
+    Rule(
         "data.append_eos",
         ("data.eos_id",),
         lambda append, eos_id: not append or eos_id is not None,
@@ -129,6 +136,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 HINTS: tuple[Hint, ...] = (
+    Hint(
+        ("validation.interval", "validation.data_dir"),
+        lambda interval, data_dir: interval == 0 and data_dir is not None,
+        "validation.interval is {}, so validation.data_dir {} has no effect",
+    ),
     Hint(
         ("model.use_flash_attention", "training.seq_len"),
         lambda flash, seq_len: not flash and seq_len >= 2048,

@@ -177,6 +177,18 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """The section ``validation``: the loss on held-out data."""
+
+    interval: NonNegativeInt = 0
+    """Optimizer steps between validations; the last step validates too. 0 is off."""
+    data_dir: str | None = None
+    """The held-out data: a file, a directory or a glob of prepared JSONL, as `--data_dir`."""
+    max_samples: PositiveInt | None = None
+    """Validate on the first so many samples of `training.seq_len` tokens; null takes all, each once."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run's configuration, checked and complete: presets and defaults are filled in."""
 
@@ -184,6 +196,7 @@ class Config:
     training: TrainingConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     preset_overrides: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Keys whose value differs from the preset's: ``{"model.dim": (preset's value, value used)}``."""
     warnings: list[str] = field(default_factory=list)

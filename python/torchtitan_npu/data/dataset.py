@@ -75,6 +75,7 @@ def open_dataset(
     path: str | Path | Sequence[str | Path],
     vocab_size: int,
     *,
+    name: str = "--data_dir",
     build: bool = True,
     wait_for_index_seconds: float = 0.0,
 ) -> TokenDataset:
@@ -83,6 +84,7 @@ def open_dataset(
     Args:
         path: a file, a directory with ``*.jsonl``, a glob, or a sequence of these.
         vocab_size: the model's; every id must be below it.
+        name: how errors call ``path``.
         build: convert what is not converted. Under several ranks only local rank 0 builds; the others pass False,
             after a barrier or with ``wait_for_index_seconds``.
         wait_for_index_seconds: with ``build=False``, how long to wait for another rank's conversion.
@@ -90,8 +92,8 @@ def open_dataset(
     Errors: DataError, as ``build_index``; with ``build=False`` also when there is no valid index in time.
     """
     if build:
-        return TokenDataset(build_index(path, vocab_size).files, vocab_size)
-    sources = expand_paths(path, (".jsonl",), "--data_dir")
+        return TokenDataset(build_index(path, vocab_size, name=name).files, vocab_size)
+    sources = expand_paths(path, (".jsonl",), name)
     deadline = time.monotonic() + wait_for_index_seconds
     files = [_wait_for_index(source, deadline) for source in sources]
     check_vocab(files, vocab_size)

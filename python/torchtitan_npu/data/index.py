@@ -71,7 +71,7 @@ def fingerprint(files: Sequence[FileIndex]) -> str:
     return hashlib.blake2b(f"{FORMAT_VERSION}:{digests}".encode(), digest_size=16).hexdigest()
 
 
-def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int) -> IndexInfo:
+def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int, *, name: str = "--data_dir") -> IndexInfo:
     """Converts what is not yet converted. Idempotent; safe to run from several processes at once.
 
     Run it on one rank per node before ``open_dataset(..., build=False)`` on all of them.
@@ -79,13 +79,14 @@ def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int) -> In
     Args:
         paths: a JSONL file, a directory with ``*.jsonl``, a glob, or a sequence of these.
         vocab_size: ids are in ``[0, vocab_size)``; also decides the width on disk of files converted now.
+        name: how errors call ``paths``.
 
     Errors: DataError for a missing or empty file, bad records (the first as file:line, with their count), ids outside
     the vocabulary, or a cache that can be written nowhere.
     """
     files: list[FileIndex] = []
     built = 0
-    for source in expand_paths(paths, (".jsonl",), "--data_dir"):
+    for source in expand_paths(paths, (".jsonl",), name):
         found = _find(source)
         if found is None:
             found = _build(source, vocab_size)

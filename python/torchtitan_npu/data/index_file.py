@@ -161,7 +161,7 @@ def stat_source(source: Path) -> os.stat_result:
     try:
         return source.stat()
     except OSError as error:
-        raise DataError(f"--data_dir: {source} cannot be read: {error}") from error
+        raise DataError(f"{source} cannot be read: {error}") from error
 
 
 if sys.byteorder != "little":  # memory-mapped files are little-endian, and kernels downstream expect native order

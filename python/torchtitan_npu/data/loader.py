@@ -14,7 +14,7 @@ that goes on with another ``dp_size`` or ``batch_size`` goes on at the same samp
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,21 @@ class PackedLoader:
         return self
 
     def __next__(self) -> Batch:
-        rows = [self._row(self.global_sample + b * self.dp_size + self.dp_rank) for b in range(self.batch_size)]
+        batch = self._batch(self._samples(self.global_sample))
         self.global_sample += self.batch_size * self.dp_size
+        return batch
+
+    def at(self, position: int) -> Batch:
+        """What the next batch would be with ``position`` samples handed out, without moving there; samples beyond the
+        first epoch are its last one again.
+        """
+        return self._batch([min(sample, self.samples_per_epoch - 1) for sample in self._samples(position)])
+
+    def _samples(self, position: int) -> list[int]:
+        return [position + b * self.dp_size + self.dp_rank for b in range(self.batch_size)]
+
+    def _batch(self, samples: Sequence[int]) -> Batch:
+        rows = [self._row(sample) for sample in samples]
         return Batch(*(torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class StepMetrics:
     """Seconds that rank 0 was blocked on other ranks in gathers and reductions; None where it is not measured (ddp)."""
     loss_scale: float | None = None
     """By which the next step's loss is multiplied; None where it is not scaled (other dtypes than fp16)."""
+    validation_loss: float | None = None
+    """On the held-out data after the step, in nats; None where it was not measured."""
     skipped_steps: int | None = None
     """Steps since the start of training that were skipped; None as for ``loss_scale``."""
 
@@ -112,6 +114,7 @@ class MetricsWriter:
             "train/loss_scale": step.loss_scale,
             "train/skipped_steps": step.skipped_steps,
             "train/lr": step.lr,
+            "validation/loss": step.validation_loss,
             "speed/tokens_per_second": tokens_per_second,
             "speed/tokens_per_second_per_card": per_card,
             "speed/step_seconds": step.step_time,

@@ -17,6 +17,18 @@ _FLASH_HINT_SEQ_LEN = 2048
 
 
 def open_loader(cfg: Config, args: RunArgs, env: Environment, dp_degree: int) -> PackedLoader:
+    """The loader of ``--data_dir``. Collective; see :func:`_open`."""
+    return _open(cfg, env, dp_degree, args.data_dir, "--data_dir", shuffle=cfg.data.shuffle)
+
+
+def open_validation_loader(cfg: Config, env: Environment, dp_degree: int) -> PackedLoader | None:
+    """The loader of the held-out data, in the order of the file, if there are any. Collective; see :func:`_open`."""
+    if cfg.validation.interval == 0 or cfg.validation.data_dir is None:
+        return None
+    return _open(cfg, env, dp_degree, cfg.validation.data_dir, "validation.data_dir", shuffle=False)
+
+
+def _open(cfg: Config, env: Environment, dp_degree: int, data_dir: str, name: str, *, shuffle: bool) -> PackedLoader:
     """Open the data, which local rank 0 of each machine converts first, and check that all ranks see the same.
 
     Raises:
@@ -24,10 +36,10 @@ def open_loader(cfg: Config, args: RunArgs, env: Environment, dp_degree: int) ->
     """
 
     def build() -> TokenDataset | None:
-        return open_dataset(args.data_dir, cfg.model.vocab_size) if env.local_rank == 0 else None
+        return open_dataset(data_dir, cfg.model.vocab_size, name=name) if env.local_rank == 0 else None
 
     def find(built: TokenDataset | None) -> TokenDataset:
-        return built or open_dataset(args.data_dir, cfg.model.vocab_size, build=False)
+        return built or open_dataset(data_dir, cfg.model.vocab_size, name=name, build=False)
 
     built = together(build)
     dataset = together(lambda: find(built))
@@ -35,8 +47,7 @@ def open_loader(cfg: Config, args: RunArgs, env: Environment, dp_degree: int) ->
     different = [rank for rank, text in enumerate(fingerprints) if text != fingerprints[0]]
     if different:
         raise DataError(
-            f"--data_dir {args.data_dir} holds other data on ranks {different} than on rank 0; give every machine the "
-            "same files"
+            f"{name} {data_dir} holds other data on ranks {different} than on rank 0; give every machine the same files"
         )
 
     def build_loader() -> PackedLoader:
@@ -48,7 +59,7 @@ def open_loader(cfg: Config, args: RunArgs, env: Environment, dp_degree: int) ->
                 dp_rank=env.rank,
                 dp_size=dp_degree,
                 seed=cfg.training.seed,
-                shuffle=cfg.data.shuffle,
+                shuffle=shuffle,
                 pack=cfg.data.pack,
                 append_eos=cfg.data.append_eos,
                 eos_id=cfg.data.eos_id,

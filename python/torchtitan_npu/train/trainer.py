@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -25,8 +26,9 @@ from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
 from torchtitan_npu.train.parallelize import make_scaler, parallelize
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
-from torchtitan_npu.train.setup import log_header, open_loader
+from torchtitan_npu.train.setup import log_header, open_loader, open_validation_loader
 from torchtitan_npu.train.signals import StopSignals
+from torchtitan_npu.train.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Trainer:
         self.store = CheckpointStore(args.checkpoint_dir)
         together(self.store.prepare)
         self.loader = open_loader(cfg, args, env, self.dp_degree)
+        held_out = open_validation_loader(cfg, env, self.dp_degree)
         self.step = 0
         self.tokens = 0
         self.train_seconds = 0.0
@@ -75,6 +78,7 @@ class Trainer:
         )
         if chosen is not None:
             self._resume(chosen)
+        self.validation = None if held_out is None else Validation(cfg, held_out, self.model, device)
         self.metrics = together(lambda: MetricsWriter(args.log_dir, resumed_step=self.step) if env.rank == 0 else None)
         self._capacity_bytes = capacity_bytes(device)
         checkpoint = cfg.training.checkpoint
@@ -118,7 +122,10 @@ class Trainer:
             interval_tokens += self._tokens_per_step
             interval_seconds += metrics.step_time
             seconds_since_start += metrics.step_time
+            final = step == training.max_steps
+            validated = self._validate(step, final=final)
             if self.metrics is not None:
+                metrics = dataclasses.replace(metrics, validation_loss=validated)
                 self.metrics.write(metrics, self._tokens_per_step / metrics.step_time, self.env.world_size)
             if step == 1 or step % training.log_interval == 0:
                 logger.info("%s", format_step(metrics, interval_tokens / interval_seconds, self._capacity_bytes))
@@ -130,9 +137,16 @@ class Trainer:
                 logger.info("about %s to go, for %d more steps", format_duration(remaining), training.max_steps - step)
             self.train_seconds += metrics.step_time
             self.learning_rate = metrics.lr
-            self.checkpoints.after_step(step, final=step == training.max_steps, state=self._state)
+            self.checkpoints.after_step(step, final=final, state=self._state)
             if self.checkpoints.stop_signal:
                 return
+
+    def _validate(self, step: int, *, final: bool) -> float | None:
+        if self.validation is None or self.checkpoints.stop_signal or not self.validation.is_due(step, final=final):
+            return None
+        result = self.validation.run()
+        logger.info("%s", result.describe(step))
+        return result.loss
 
     def close(self) -> None:
         """Flush and close the files of the metrics."""

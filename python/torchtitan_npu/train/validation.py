@@ -1,0 +1,79 @@
+"""The loss on held-out data, at an interval."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan_npu.config import Config
+from torchtitan_npu.data import IGNORE_INDEX, PackedLoader
+from torchtitan_npu.launch import gather_rows
+from torchtitan_npu.ops import Documents, cross_entropy
+from torchtitan_npu.train.parallelize import ParallelModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    loss: float
+    """Mean over all valid labels of the held-out samples, in nats."""
+    labels: int
+    seconds: float
+
+    def describe(self, step: int) -> str:
+        """One line for the log."""
+        perplexity = f"{math.exp(self.loss):.4g}" if self.loss < 100 else "inf"
+        return (
+            f"validation after step {step}: loss={self.loss:.4f}, perplexity={perplexity}, over {self.labels:,} labels "
+            f"in {self.seconds:.1f} s"
+        )
+
+
+class Validation:
+    """Reads the same samples every time, each once: the result does not depend on how ranks and batches cut them."""
+
+    def __init__(self, cfg: Config, loader: PackedLoader, model: ParallelModel, device: torch.device) -> None:
+        """``loader``: of the held-out data, in the order of the file; its position is not used."""
+        self._interval = cfg.validation.interval
+        self._masked = cfg.data.document_mask
+        self._loader, self._model, self._device = loader, model, device
+        self._num_samples = loader.samples_per_epoch
+        if cfg.validation.max_samples is not None:
+            self._num_samples = min(self._num_samples, cfg.validation.max_samples)
+
+    def is_due(self, step: int, *, final: bool) -> bool:
+        return final or step % self._interval == 0
+
+    def run(self) -> ValidationResult:
+        """Collective. The model is left in training mode, its gradients as they were."""
+        start = time.monotonic()
+        module = self._model.module
+        module.eval()
+        try:
+            with torch.no_grad():
+                loss, labels = self._sum()
+        finally:
+            module.train()
+        rows = gather_rows([loss, labels])
+        total = int(sum(row[1] for row in rows))
+        mean = sum(row[0] for row in rows) / total if total else math.nan
+        return ValidationResult(mean, total, time.monotonic() - start)
+
+    def _sum(self) -> tuple[float, int]:
+        """This rank's sum of losses, and number of labels."""
+        loader, losses, labels = self._loader, [], 0
+        for position in range(0, self._num_samples, loader.batch_size * loader.dp_size):
+            batch = loader.at(position)
+            # The last batch may reach over the end, where all ranks still have to take part.
+            numbers = position + torch.arange(loader.batch_size) * loader.dp_size + loader.dp_rank
+            batch.labels[numbers >= self._num_samples] = IGNORE_INDEX
+            labels += int((batch.labels != IGNORE_INDEX).sum())
+            documents = Documents.from_ids(batch.document_ids, self._device) if self._masked else None
+            logits_BTV = self._model.forward(batch.inputs.to(self._device), documents)
+            losses.append(cross_entropy(logits_BTV, batch.labels.to(self._device)))
+        return sum(float(loss) for loss in losses), labels
