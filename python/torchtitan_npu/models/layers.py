@@ -1,7 +1,8 @@
 """Layers that own parameters or buffers.
 
 Each has ``reset_parameters()``, whose result depends on the random generator's state and on nothing else: a model built
-on the meta device can be initialised layer by layer, in any grouping, after its parameters have been sharded.
+on the meta device can be initialised layer by layer, in any grouping, after its parameters have been sharded. On the
+meta device it does nothing: torch's own initialisers would import its compiler there, for a second or two.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
         nn.init.trunc_normal_(self.weight, std=self.init_std, a=-3 * self.init_std, b=3 * self.init_std)
 
 
@@ -31,6 +34,8 @@ class Embedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
         nn.init.normal_(self.weight, std=self.init_std)
 
 
@@ -44,6 +49,8 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,6 +76,8 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        if self.cos_TD.is_meta:
+            return
         cos_TD, sin_TD = rotary_tables(self.head_dim, self.max_seq_len, self.theta, self.cos_TD.device, self.scaling)
         self.cos_TD.copy_(cos_TD)
         self.sin_TD.copy_(sin_TD)
