@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write_golden", action="store_true", help="replace tests/e2e/golden_losses.json by what is computed now"
+    )
