@@ -292,7 +292,9 @@ def test_a_rule_is_not_checked_on_invalid_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("parallel.tp_degree", 2),
+        ("parallel.cp_degree", 2),
+        ("parallel.pp_degree", 2),
+        ("parallel.ep_degree", 2),
         ("data.num_workers", 1),
     ],
 )
