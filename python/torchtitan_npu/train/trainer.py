@@ -277,7 +277,7 @@ class Trainer:
         model, sharded = self.model.module, self.model.sharded
         table = tensor_differences(path, model, self.optimizer, sharded=sharded)
         compare_configuration(path, state.config, self.cfg, table)
-        load(path, model, self.optimizer, sharded=sharded, device=self.device)
+        load(path, model, self.optimizer, sharded=sharded, device=self.device, tp_degree=self.degrees.tp)
         try:
             self.loader.load_state_dict(state.data)
         except ValueError as error:

@@ -1,0 +1,288 @@
+"""``parallel.tp_degree`` in the trainer, against one process that takes the same global batch.
+
+Tensor parallelism changes the order of sums, so in float32 losses and gradient norms agree within 2e-6 of their size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import on_ranks
+
+from torchtitan_npu.checkpoint.tensor_source import TensorSource
+from torchtitan_npu.config import Config, RunArgs, config_from_dict
+from torchtitan_npu.fsdp import FSDP, StateDictType
+from torchtitan_npu.launch import Environment
+from torchtitan_npu.models import build_model, cut_for_planning, parallelize_tensors
+from torchtitan_npu.models.llama3_tensor_parallel import weight_cuts
+from torchtitan_npu.planning.memory import activation_bytes, plan_fsdp
+from torchtitan_npu.train import parallelize
+from torchtitan_npu.train.parallelize import ShardedModel
+from torchtitan_npu.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+STEPS, SEQUENCES, LENGTH = 10, 8, 32
+SIZES = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 88, "vocab_size": 64, "max_seq_len": LENGTH}
+ROUNDING = 2e-6
+
+
+def configuration(*, micro_batches: int, tp: int = 1, steps: int = STEPS, **sections: dict[str, Any]) -> Config:
+    """``micro_batches``: of 2 sequences, on each data-parallel rank."""
+    training = {
+        "batch_size": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "learning_rate": 2e-3,
+        "warmup_steps": 2,
+        "lr_schedule": "constant",
+        "max_steps": steps,
+        "checkpoint": {"save_interval": 0},
+    }
+    return config_from_dict(
+        {
+            "model": {"name": "llama3_debug", **SIZES, **sections.get("model", {})},
+            "training": training | sections.get("training", {}),
+            "parallel": {"dtype": "fp32", "tp_degree": tp, **sections.get("parallel", {})},
+            "data": sections.get("data", {}),
+        }
+    )
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """120 documents of ids below 64, of 5 to 64 tokens."""
+    path = tmp_path / "data.jsonl"
+    with open(path, "w") as file:
+        for document in range(120):
+            tokens = [(document * 7 + position * 3) % 64 for position in range(5 + document * 11 % 60)]
+            file.write(json.dumps({"tokens": tokens}) + "\n")
+    return str(path)
+
+
+def train(config: dict[str, Any], data: str, directory: str, loss_scale: float | None = None) -> dict[str, Any]:
+    """One rank of a run of ``configuration(**config)``: what the metrics say on rank 0, and the weights at the end."""
+    cfg = configuration(**config)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    args = RunArgs(data_dir=data, checkpoint_dir=Path(directory, "checkpoints"), log_dir=Path(directory, "logs"))
+    before, parallelize.INITIAL_LOSS_SCALE = parallelize.INITIAL_LOSS_SCALE, loss_scale or parallelize.INITIAL_LOSS_SCALE
+    try:
+        trainer = Trainer(cfg, args, Environment(rank, rank, size, size), CPU)
+    finally:
+        parallelize.INITIAL_LOSS_SCALE = before
+    assert trainer.train() == 0
+    trainer.close()
+    model = trainer.model.module
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        weights = {name: value.numpy() for name, value in model.state_dict().items()}
+    records: list[dict[str, Any]] = []
+    if rank == 0:
+        assert trainer.metrics is not None
+        records = [json.loads(line) for line in trainer.metrics.path.read_text().splitlines()]
+    dist.barrier()  # no rank begins the next run in this directory while another is here
+    return {
+        "losses": [record["loss"] for record in records],
+        "norms": [record["grad_norm"] for record in records],
+        "records": records,
+        "weights": weights,
+        "random": torch.get_rng_state().tolist(),
+        "resumed": trainer.loader.global_sample,
+    }
+
+
+class Runs:
+    """Runs of one test, each in a directory of its own."""
+
+    def __init__(self, pool: Any, data: str, directory: Path) -> None:
+        self.pool, self.data, self.directory = pool, data, directory
+
+    def __call__(self, name: str, ranks: int, *, loss_scale: float | None = None, **config: Any) -> dict[str, Any]:
+        """Rank 0's answer; ``config`` is that of ``configuration``, which trains on 8 sequences a step."""
+        tp = config.get("tp", 1)
+        config.setdefault("micro_batches", SEQUENCES * tp // (2 * ranks))
+        path = self.directory / name
+        path.mkdir(exist_ok=True)
+        answers = self.pool.run(
+            ranks, train, config=config, data=self.data, directory=str(path), loss_scale=loss_scale
+        )
+        for rank, answer in enumerate(answers):
+            first = rank - rank % tp
+            assert answer["random"] == answers[first]["random"], "random numbers are those of the data-parallel rank"
+        return answers[0]
+
+
+@pytest.fixture
+def runs(rank_pool: Any, corpus: str, tmp_path: Path) -> Runs:
+    return Runs(rank_pool, corpus, tmp_path)
+
+
+def assert_same_curve(got: dict[str, Any], want: dict[str, Any], relative: float = ROUNDING) -> None:
+    assert len(got["losses"]) == len(want["losses"]) > 0
+    assert got["losses"] == pytest.approx(want["losses"], rel=relative)
+    assert got["norms"] == pytest.approx(want["norms"], rel=relative)
+
+
+def test_the_curve_of_one_process(runs: Runs) -> None:
+    """dp x tp = 1 x 2, 2 x 2 and, with replicas, 2 x 1 x 2; the loss falls by more than 0.5 on the way."""
+    one = runs("one", 1)
+    assert one["losses"][-1] < one["losses"][0] - 0.5
+    hybrid = {"strategy": "hsdp", "replicate_degree": 2}
+    for name, got in (
+        ("1 x 2", runs("1x2", 2, tp=2)),
+        ("2 x 2", runs("2x2", 4, tp=2)),
+        ("2 x 1 x 2", runs("hsdp", 4, tp=2, parallel=hybrid)),
+    ):
+        assert_same_curve(got, one), name
+        # 8 sequences a step, once per data-parallel rank.
+        assert got["records"][-1]["tokens"] == one["records"][-1]["tokens"] == STEPS * SEQUENCES * LENGTH
+
+
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_variants_of_model_and_data(runs: Runs, recompute: Any) -> None:
+    """Tied embeddings, flash attention inside documents, padding, activation checkpointing, small buckets."""
+    sections: dict[str, Any] = {
+        "model": {"tie_embeddings": True, "use_flash_attention": recompute is True},
+        "training": {"activation_checkpointing": recompute, "deterministic": True},
+        "data": {"document_mask": True, "pack": False},
+    }
+    one = runs("one", 1, **sections)
+    assert_same_curve(runs("2x2", 4, tp=2, parallel={"bucket_cap_mb": 0.01}, **sections), one)
+
+
+def test_half_precision(runs: Runs) -> None:
+    """Near two ranks without tensor parallelism. fp16 from a loss scale of 2^24: all ranks skip the same first steps."""
+    for dtype, loss_scale in (("bf16", None), ("fp16", 2.0**24)):
+        two, four = (
+            runs(f"{dtype}_{n}", n, tp=tp, steps=8, loss_scale=loss_scale, parallel={"dtype": dtype})
+            for n, tp in ((2, 1), (4, 2))
+        )
+        assert four["losses"] == pytest.approx(two["losses"], rel=1e-3)
+        skipped = [[record["skipped_steps"] for record in run["records"]] for run in (two, four)]
+        assert skipped[0] == skipped[1]
+        if dtype == "bf16":
+            assert four["norms"] == pytest.approx(two["norms"], rel=1e-2)
+        else:
+            assert 0 < skipped[0][-1] < 7, "the test must see both kinds of steps"
+
+
+def test_checkpoints_continue_at_any_degrees(runs: Runs) -> None:
+    """Five steps at 2 x 2, continued there bit for bit; at 4 x 1, 1 x 4 and on one process within rounding. Five steps at
+    4 x 1, continued at 2 x 2. Tensors read from the files are the model's."""
+    model = {"n_kv_heads": 4}  # four ranks share the heads
+    whole = runs("whole", 4, tp=2, model=model)
+
+    def continued(name: str, *, begun: dict[str, int], ranks: int, tp: int = 1) -> dict[str, Any]:
+        runs(name, begun["ranks"], tp=begun["tp"], steps=5, model=model)
+        rest = runs(name, ranks, tp=tp, model=model)
+        assert [record["step"] for record in rest["records"]] == list(range(1, STEPS + 1))
+        return rest
+
+    two_by_two, four_by_one = {"ranks": 4, "tp": 2}, {"ranks": 4, "tp": 1}
+    same = continued("same", begun=two_by_two, ranks=4, tp=2)
+    assert (same["losses"], same["norms"]) == (whole["losses"], whole["norms"])
+    assert all((value == whole["weights"][name]).all() for name, value in same["weights"].items())
+    assert_same_curve(continued("four_by_one", begun=two_by_two, ranks=4), whole)
+    assert_same_curve(continued("one_by_four", begun=two_by_two, ranks=4, tp=4), whole)
+    assert_same_curve(continued("one", begun=two_by_two, ranks=1), whole)
+    assert_same_curve(continued("from_four_by_one", begun=four_by_one, ranks=4, tp=2), whole)
+
+    source = TensorSource(runs.directory / "whole" / "checkpoints")
+    assert source.entries.keys() == whole["weights"].keys()
+    for name, value in whole["weights"].items():
+        assert (source.read(name).numpy() == value).all(), name
+
+
+def test_only_the_same_degrees_take_the_saved_random_state(runs: Runs) -> None:
+    """Four data-parallel ranks have four random states; of two tensor-parallel ranks both must have the same, which
+    ``Runs`` checks."""
+    model = {"n_kv_heads": 4}
+    runs("run", 4, steps=5, model=model)
+    runs("run", 4, tp=2, steps=6, model=model)
+
+
+def first_values(config: dict[str, Any]) -> dict[str, Any]:
+    model = ShardedModel(build_on_meta(configuration(**config)), configuration(**config), CPU).module
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def build_on_meta(cfg: Config) -> Any:
+    with torch.device("meta"):
+        return build_model(cfg.model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_first_values_are_those_of_one_process(rank_pool: Any, tied: bool) -> None:
+    config: dict[str, Any] = {"micro_batches": 1, "model": {"tie_embeddings": tied}}
+    one = rank_pool.run(1, first_values, config=config)[0]
+    for ranks in (2, 4):
+        got = rank_pool.run(ranks, first_values, config=config | {"tp": 2})[0]
+        assert got.keys() == one.keys() and all((got[name] == one[name]).all() for name in one)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4)
+def test_the_plan_is_the_models(tied: bool) -> None:
+    """What the dry run plans from shapes alone, and what FSDP does with DTensors, are the same to the last byte."""
+    cfg = configuration(micro_batches=1, tp=2, model={"tie_embeddings": tied}, parallel={"bucket_cap_mb": 0.01})
+    planned = plan_fsdp(cfg, 4)
+    model = ShardedModel(build_on_meta(cfg), cfg, CPU)
+    actual = model.module._fsdp_state.plan  # type: ignore[union-attr]
+    assert planned.native.hash() == actual.native.hash()
+    assert (planned.parameter_bytes, planned.arena_bytes) == (actual.parameter_bytes, actual.arena_bytes)
+    assert model.num_parameters == sum(p.numel() for p in build_on_meta(cfg).parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_cuts_are_the_placements(tied: bool) -> None:
+    cfg = configuration(micro_batches=1, tp=2, model={"tie_embeddings": tied})
+    parallel, planned = build_on_meta(cfg), cut_for_planning(build_on_meta(cfg), 2)
+    parallelize_tensors(parallel, dist.init_device_mesh("cpu", (2,)))
+    shapes = {name: parameter.shape for name, parameter in planned.named_parameters()}
+    for name, parameter in parallel.named_parameters():
+        (placement,) = parameter.placements
+        assert weight_cuts(planned)[name] == (placement.dim if placement.is_shard() else None)
+        assert parameter.to_local().shape == shapes[name]
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("mode", [False, True, "selective"])
+@on_ranks(2)
+def test_activation_estimate(mode: Any, flash: bool) -> None:
+    """Within a fifth of the bytes that forward and loss leave allocated, as for one process
+    (tests/unit/test_memory_estimate.py)."""
+    cfg = configuration(
+        micro_batches=1,
+        tp=2,
+        model={"dim": 64, "ffn_dim": 160, "n_layers": 8, "max_seq_len": 128, "use_flash_attention": flash},
+        training={"batch_size": 4, "seq_len": 128, "activation_checkpointing": mode},
+        parallel={"reshard_after_forward": False},
+    )
+    model = ShardedModel(build_on_meta(cfg), cfg, CPU)
+    tokens = torch.randint(0, 64, (4, 128), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with model.micro_batch(last=True):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+                loss, _total = parallelize_loss(model, tokens)
+            loss.backward()
+    measured = sum(event.self_cpu_memory_usage for event in profiler.events())
+    estimate = activation_bytes(cfg)
+    print(mode, flash, measured, estimate)
+    assert abs(measured - estimate) < 0.2 * estimate, (measured, estimate)
+
+
+def parallelize_loss(model: ShardedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from torchtitan_npu.train.loss import step_loss
+
+    return step_loss(model.forward(tokens, None), tokens, valid_labels=tokens.numel(), dp_degree=1)
+
+
+def test_an_unknown_parameter_is_refused() -> None:
+    model = build_on_meta(configuration(micro_batches=1))
+    model.layers[0].attention.extra = torch.nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match="tp_degree > 1 with a Llama, whose parameter 'layers.0.attention.extra.weight'"):
+        cut_for_planning(model, 2)
