@@ -34,6 +34,10 @@ class Degrees:
         """Whose data ``rank`` reads: tensor-parallel ranks read the same."""
         return rank // self.tp
 
+    def tp_rank(self, rank: int) -> int:
+        """Which part of each layer ``rank`` computes."""
+        return rank % self.tp
+
     def once_per_dp_rank(self, rows: Sequence[T]) -> Sequence[T]:
         """Of something that every rank has told, what each data-parallel rank has: without tensor-parallel copies."""
         return rows[:: self.tp]

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from torchtitan_npu.config import Config, ConfigError, Problem, validate_world
+from torchtitan_npu.launch import read_timeouts
 from torchtitan_npu.models import build_model, parallelize_tensors
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import fsdp_options
@@ -32,10 +33,6 @@ INITIAL_LOSS_SCALE = 2.0**16
 """Of fp16; halved whenever a gradient overflows, doubled after 2,000 steps without."""
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-_MESH = ("replicate", "shard", "tp")
-"""Dimensions of the mesh of all ranks, as ``config.Degrees`` orders them."""
 
 
 class ParallelModel(Protocol):
@@ -112,19 +109,18 @@ class ShardedModel:
         self.decayed = decayed_names(model)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         degrees = validate_world(cfg, dist.get_world_size())
-        mesh: Any = None
         self._tensor_parallel = degrees.tp > 1
-        if degrees.tp > 1:
-            both = init_device_mesh(device.type, (degrees.replicate, degrees.shard, degrees.tp), mesh_dim_names=_MESH)
-            parallelize_tensors(model, both["tp"])
-            mesh = both["replicate", "shard"] if degrees.replicate > 1 else both["shard"]
-        elif degrees.replicate > 1:
-            mesh = torch.arange(degrees.dp).view(degrees.replicate, degrees.shard)
+        ranks_RST = torch.arange(degrees.replicate * degrees.shard * degrees.tp).view(
+            degrees.replicate, degrees.shard, degrees.tp
+        )
+        if self._tensor_parallel:
+            parallelize_tensors(model, _tensor_parallel_mesh(ranks_RST, device))
+        ranks_RS = ranks_RST[..., degrees.tp_rank(dist.get_rank())]
         # FSDP returns the module that it was given, extended.
         self._model: Any = FSDP(  # type: ignore[call-arg]
             model,
             device=device,
-            device_mesh=mesh,
+            device_mesh=ranks_RS if degrees.replicate > 1 else ranks_RS[0],
             init_seed=cfg.training.seed,
             activation_checkpointing=cfg.training.activation_checkpointing,
             **fsdp_options(cfg.parallel),
@@ -142,6 +138,14 @@ class ShardedModel:
 
     def communication_seconds(self) -> float | None:
         return self._model.communication_seconds()
+
+
+def _tensor_parallel_mesh(ranks_RST: Tensor, device: torch.device) -> DeviceMesh:
+    """The ranks that compute each layer together with this one. Collective over all ranks."""
+    parts = ranks_RST.flatten(0, 1).tolist()
+    # A mesh that makes its groups itself gives them torch's own timeout.
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=read_timeouts().process_group)
+    return DeviceMesh.from_group(group, device.type)
 
 
 class ReplicatedModel:
