@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.checkpoint.tensor_source import TensorSource
-from torchtitan_npu.config import Config, RunArgs, config_from_dict
+from torchtitan_npu.config import Config, ConfigError, RunArgs, config_from_dict
 from torchtitan_npu.fsdp import FSDP, StateDictType
 from torchtitan_npu.launch import Environment
 from torchtitan_npu.models import build_model, cut_for_planning, parallelize_tensors
@@ -26,7 +26,7 @@ from torchtitan_npu.models.llama3_tensor_parallel import weight_cuts
 from torchtitan_npu.planning.memory import activation_bytes, plan_fsdp
 from torchtitan_npu.train import parallelize
 from torchtitan_npu.train.loss import step_loss
-from torchtitan_npu.train.parallelize import ShardedModel
+from torchtitan_npu.train.parallelize import ShardedModel, refuse_device
 from torchtitan_npu.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -290,6 +290,13 @@ def test_activation_estimate(flash: bool) -> None:
     measured = sum(held.values())
     estimate = activation_bytes(cfg)
     assert abs(measured - estimate) < 0.2 * estimate, (measured, estimate)
+
+
+def test_devices_are_refused_early() -> None:
+    """``parallel.device: auto`` may find a device that the file does not name."""
+    with pytest.raises(ConfigError, match=r"parallel\.tp_degree: 2 is not supported yet on CUDAs; set it to 1"):
+        refuse_device(configuration(micro_batches=1, tp=2), torch.device("cuda", 0))
+    refuse_device(configuration(micro_batches=1), torch.device("cuda", 0))
 
 
 def test_an_unknown_parameter_is_refused() -> None:
