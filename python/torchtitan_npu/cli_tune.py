@@ -36,6 +36,9 @@ def tune_main(argv: Sequence[str] | None = None) -> int:
                 str(args.config),
                 [Problem("parallel.strategy", f"is {config.parallel.strategy}; tune measures fsdp: set it to fsdp")],
             )
+        if config.parallel.tp_degree > 1:
+            what = f"{config.parallel.tp_degree} is not supported yet by tune; set it to 1"
+            raise ConfigError(str(args.config), [Problem("parallel.tp_degree", what)])
         return _tune(config, args)
     except ConfigError as error:
         cli.say(f"{error}\n")

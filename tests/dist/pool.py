@@ -37,7 +37,14 @@ DEVICE = os.environ.get("TT_TEST_DEVICE", "cpu")
 """Type of the device that models of these tests are on. ``npu``: torch_npu finds a card for every rank."""
 COMMUNICATOR = {"cpu": "shared memory", "npu": "hccl"}[DEVICE]
 """Name of what models there choose by themselves."""
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "pytest", "torchtitan_npu.fsdp"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "pytest",
+    "torchtitan_npu.fsdp",
+    "torchtitan_npu.train",
+]
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on after one has failed."""
 CLOSE_SECONDS = 5.0

@@ -267,6 +267,26 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
             "parallel.replicate_degree",
             "3 must divide parallel.dp_degree",
         ),
+        (
+            {"parallel": {"tp_degree": 3}, "training": {"seq_len": 1023}},
+            "parallel.tp_degree",
+            "3 must divide model.n_heads, model.n_kv_heads, model.ffn_dim and model.vocab_size; model.n_heads is 8",
+        ),
+        (
+            {"parallel": {"tp_degree": 2, "strategy": "ddp"}},
+            "parallel.tp_degree",
+            "2 must be 1 where parallel.strategy is ddp (not supported yet)",
+        ),
+        (
+            {"parallel": {"tp_degree": 2, "device": "npu"}},
+            "parallel.tp_degree",
+            "2 must be 1 where parallel.device is npu (not supported yet)",
+        ),
+        (
+            {"parallel": {"tp_degree": 4}, "training": {"seq_len": 1022}},
+            "training.seq_len",
+            "1022 must be a multiple of parallel.tp_degree",
+        ),
         ({"data": {"append_eos": True}}, "data.append_eos", "true needs data.eos_id"),
         ({"data": {"append_eos": True, "eos_id": 320}}, "data.eos_id", "320 must be < model.vocab_size"),
     ],
@@ -292,7 +312,9 @@ def test_a_rule_is_not_checked_on_invalid_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("parallel.tp_degree", 2),
+        ("parallel.cp_degree", 2),
+        ("parallel.pp_degree", 2),
+        ("parallel.ep_degree", 2),
         ("data.num_workers", 1),
     ],
 )

@@ -219,6 +219,7 @@ def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--predict_ranks", "8,8"], "names a number of ranks twice"),
         (["--cap", "1"], "unrecognized arguments: --cap 1; did you mean --caps?"),
         (["--parallel.strategy", "ddp"], "parallel.strategy: is ddp; tune measures fsdp"),
+        (["--parallel.tp_degree", "2"], "parallel.tp_degree: 2 is not supported yet by tune; set it to 1"),
         (["--parallel.prefetch", "9"], "it must be >= 0 and <= 8"),
         (["--parallel.dp_degree", "2"], "WORLD_SIZE is 1"),
     ],

@@ -28,11 +28,18 @@ _LISTED = 20
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, device: torch.device
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sharded: bool,
+    device: torch.device,
+    tp_degree: int = 1,
 ) -> TrainState:
     """Load tensors, optimizer state and random state from the checkpoint ``path``. Collective.
 
-    The random state is restored when the world size is the one that saved; otherwise it stays, and a line says so.
+    The random state is restored when the world size and ``tp_degree`` are those that saved: tensor-parallel ranks must
+    have the same. Otherwise it stays, and a line says so.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or belongs to another model; nothing has been changed
@@ -55,14 +62,20 @@ def load(
         listed = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise CheckpointError(f"{path} cannot be loaded: {listed}; resume from another checkpoint") from error
     distribute(tensors, model, optimizer, sharded=sharded)
-    if state.world_size == dist.get_world_size():
+    saved = (state.world_size, state.config.get("parallel", {}).get("tp_degree", 1))
+    here = (dist.get_world_size(), tp_degree)
+    if saved == here:
         random_state.restore(path, dist.get_rank(), device)
     elif state.world_size:
+        tensor_parallel = ""
+        if saved[1] != tp_degree:
+            tensor_parallel = f" (parallel.tp_degree {saved[1]} and {tp_degree})"
         logger.info(
-            "%s was saved by %d ranks and is continued on %d: the numbers may differ in their last digits",
+            "%s was saved by %d ranks and is continued on %d%s: the numbers may differ in their last digits",
             path,
-            state.world_size,
-            dist.get_world_size(),
+            saved[0],
+            here[0],
+            tensor_parallel,
         )
     return state
 

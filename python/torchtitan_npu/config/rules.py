@@ -92,6 +92,27 @@ RULES: tuple[Rule, ...] = (
         "choose a common divisor",
     ),
     Rule(
+        "parallel.tp_degree",
+        ("parallel.strategy",),
+        lambda degree, strategy: degree == 1 or strategy != "ddp",
+        "must be 1 where parallel.strategy is ddp (not supported yet)",
+        "set parallel.strategy to fsdp or hsdp",
+    ),
+    Rule(
+        "parallel.tp_degree",
+        ("parallel.device",),
+        lambda degree, device: degree == 1 or device != "npu",
+        "must be 1 where parallel.device is npu (not supported yet)",
+        "set it to 1, or parallel.device to cpu",
+    ),
+    Rule(
+        "training.seq_len",
+        ("parallel.tp_degree",),
+        lambda seq_len, degree: seq_len % degree == 0,
+        "must be a multiple of parallel.tp_degree (between the layers each rank has one part of the sequence)",
+        "change one of them",
+    ),
+    Rule(
         "parallel.reduce_dtype",
         ("parallel.strategy",),
         lambda dtype, strategy: dtype == "fp32" or strategy != "ddp",

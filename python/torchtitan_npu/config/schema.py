@@ -141,7 +141,13 @@ class ParallelConfig:
     dp_degree: DegreeOrRest = -1
     """Data-parallel degree; -1 is the ranks that the other degrees leave."""
     tp_degree: PositiveInt = 1
-    """Tensor-parallel degree."""
+    """Tensor-parallel degree: neighbouring ranks compute each layer together, on sequences cut between the layers."""
+    cp_degree: PositiveInt = 1
+    """Context-parallel degree; reserved."""
+    pp_degree: PositiveInt = 1
+    """Pipeline-parallel degree; reserved."""
+    ep_degree: PositiveInt = 1
+    """Expert-parallel degree; reserved."""
     strategy: Literal["fsdp", "ddp", "hsdp"] = "fsdp"
     """fsdp shards parameters, gradients and optimizer; ddp replicates them; hsdp shards inside each group of ranks."""
     replicate_degree: PositiveInt = 1

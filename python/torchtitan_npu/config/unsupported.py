@@ -19,7 +19,10 @@ class Unsupported:
 
 
 REFUSED: tuple[Unsupported, ...] = (
-    Unsupported("parallel.tp_degree", "> 1", lambda degree: degree > 1, "set it to 1"),
+    *(
+        Unsupported(f"parallel.{kind}_degree", "> 1", lambda degree: degree > 1, "set it to 1")
+        for kind in ("cp", "pp", "ep")
+    ),
     Unsupported("data.num_workers", "> 0", lambda workers: workers > 0, "set it to 0"),
 )
 """These values are errors."""

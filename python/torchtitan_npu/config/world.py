@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .errors import ConfigError, Problem
 from .schema import Config
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks each kind of parallelism has; their product is the world size."""
+    """How many ranks each kind of parallelism has; their product is the world size.
+
+    Ranks are numbered along a mesh replicate x shard x tp, the last fastest: those that talk most are neighbours, which
+    share a machine as a rule.
+    """
 
     dp: int
     tp: int
@@ -21,6 +29,18 @@ class Degrees:
     def shard(self) -> int:
         """Ranks that shard one copy of the model."""
         return self.dp // self.replicate
+
+    def dp_rank(self, rank: int) -> int:
+        """Whose data ``rank`` reads: tensor-parallel ranks read the same."""
+        return rank // self.tp
+
+    def tp_rank(self, rank: int) -> int:
+        """Which part of each layer ``rank`` computes."""
+        return rank % self.tp
+
+    def once_per_dp_rank(self, rows: Sequence[T]) -> Sequence[T]:
+        """Of something that every rank has told, what each data-parallel rank has: without tensor-parallel copies."""
+        return rows[:: self.tp]
 
 
 def validate_world(config: Config, world_size: int) -> Degrees:

@@ -51,7 +51,6 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer_index: int) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads = cfg.n_heads, cfg.n_kv_heads
         self.head_dim = cfg.head_width
         self.flash = cfg.use_flash_attention
         self.wq = Linear(cfg.dim, cfg.n_heads * self.head_dim, init_std=_INIT_STD)
@@ -61,12 +60,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTM: Tensor, rope: RotaryEmbedding, documents: Documents | None = None) -> Tensor:
         B, T, _ = x_BTM.shape
-        q_BHTD = self.wq(x_BTM).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
-        k_BKTD = self.wk(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        v_BKTD = self.wv(x_BTM).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        # Under tensor parallelism each rank has some of the heads.
+        q_BHTD = self.wq(x_BTM).view(B, T, -1, self.head_dim).transpose(1, 2)
+        k_BKTD = self.wk(x_BTM).view(B, T, -1, self.head_dim).transpose(1, 2)
+        v_BKTD = self.wv(x_BTM).view(B, T, -1, self.head_dim).transpose(1, 2)
         q_BHTD, k_BKTD = self.prepare(q_BHTD, k_BKTD, rope)
         out_BHTD = attention(q_BHTD, k_BKTD, v_BKTD, flash=self.flash, documents=documents)
-        return self.wo(out_BHTD.transpose(1, 2).reshape(B, T, self.n_heads * self.head_dim))
+        return self.wo(out_BHTD.transpose(1, 2).reshape(B, T, -1))
 
     def prepare(self, q_BHTD: Tensor, k_BKTD: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
         """What attention compares: here queries and keys that are rotated by their positions."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from torchtitan_npu.config import Config, validate_world
-from torchtitan_npu.models import build_model
+from torchtitan_npu.models import build_model, cut_for_planning
 from torchtitan_npu.planning.options import fsdp_options
 
 if TYPE_CHECKING:
@@ -79,12 +80,17 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
 
 
 def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
-    """The plan by which FSDP would shard the model of ``cfg``, without devices or memory."""
+    """The plan by which FSDP would shard the model of ``cfg``, without devices or memory.
+
+    Under tensor parallelism, of the part of the model that each tensor-parallel rank has.
+    """
     from torchtitan_npu.fsdp import plan_model
 
     with torch.device("meta"):
-        model = build_model(cfg.model)
+        model: nn.Module = build_model(cfg.model)
     degrees = validate_world(cfg, world_size)
+    if degrees.tp > 1:
+        model = cut_for_planning(model, degrees.tp)
     return plan_model(model, degrees.shard, replicas=degrees.replicate, **fsdp_options(cfg.parallel))
 
 
@@ -99,18 +105,23 @@ def activation_bytes(cfg: Config) -> int:
     Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (H D) and of every
     second product, which are those of wq, wv, w1 and w2 (H D + K D + F + M). The rest is there for one block at a time,
     when the loss has freed its part.
+
+    Tensor parallelism divides all of it, but for the whole sequence that attention and the feed-forward network read
+    (M each, the norms' outputs) and, if kept, the sum that w2's results are part of (M).
     """
     model, training = cfg.model, cfg.training
     width = 4 if cfg.parallel.dtype == "fp32" else 2
     tokens = training.batch_size * training.seq_len
+    tp = cfg.parallel.tp_degree
     q_dim, kv_dim = model.n_heads * model.head_width, model.n_kv_heads * model.head_width
-    per_token = width * (4 * model.dim + 3 * q_dim + 3 * kv_dim + 4 * model.ffn_dim)
+    per_token = width * (2 * model.dim + 3 * q_dim + 3 * kv_dim + 4 * model.ffn_dim)
     if not model.use_flash_attention:
         per_token += training.seq_len * model.n_heads * (4 if width == 4 else 4 + width)
-    loss = model.vocab_size * (2 * 4 + width)
+    per_token = per_token // tp + width * 2 * model.dim
+    loss = model.vocab_size * (2 * 4 + width) // tp
     if training.activation_checkpointing is False:
         return tokens * (model.n_layers * per_token + loss)
-    kept = width * model.dim
+    kept = width * model.dim // tp
     if training.activation_checkpointing == "selective":
-        kept += width * (model.dim + 2 * q_dim + kv_dim + model.ffn_dim)
+        kept += width * (2 * q_dim + kv_dim + model.ffn_dim) // tp + width * model.dim
     return tokens * (model.n_layers * kept + max(per_token, loss))

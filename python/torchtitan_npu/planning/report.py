@@ -24,7 +24,8 @@ def dry_run(cfg: Config, world_size: int) -> str:
     sequences = training.batch_size * degrees.dp * training.gradient_accumulation_steps
     tokens = sequences * training.seq_len
     lines = [
-        f"model {cfg.model.name}, {cfg.parallel.dtype}, strategy {cfg.parallel.strategy}, world size {world_size}",
+        f"model {cfg.model.name}, {cfg.parallel.dtype}, strategy {cfg.parallel.strategy}, world size {world_size}"
+        + (f" = {degrees.dp} data-parallel x {degrees.tp} tensor-parallel ranks" if degrees.tp > 1 else ""),
         f"global batch: {sequences} sequences = {tokens:,} tokens per step; {training.max_steps:,} steps, "
         f"{tokens * training.max_steps:,} tokens",
         "",
@@ -36,7 +37,7 @@ def dry_run(cfg: Config, world_size: int) -> str:
 
 
 def _sharded(cfg: Config, world_size: int) -> list[str]:
-    plan = plan_fsdp(cfg, world_size)
+    plan, tp = plan_fsdp(cfg, world_size), cfg.parallel.tp_degree
     cap = "no cap" if plan.bucket_cap_mb is None else f"at most {plan.bucket_cap_mb:g} MiB or one parameter each"
     rows = [_COLUMNS.format("unit", "parameters", "buckets")]
     # Equal neighbours are one line: 80 equal blocks tell no more than one.
@@ -51,7 +52,9 @@ def _sharded(cfg: Config, world_size: int) -> list[str]:
             rows.append(_COLUMNS.format(name, f"{units[start].numel:,}", units[start].buckets) + each)
             start = i
     copies = f"; {plan.replicas} replicas of {plan.world_size} ranks" if plan.replicas > 1 else ""
+    whole = [f"{_num_parameters(cfg):,} parameters; each of {tp} tensor-parallel ranks has of them:"] if tp > 1 else []
     return [
+        *whole,
         f"{plan.num_parameters:,} parameters in {len(units)} units and {plan.num_buckets} buckets ({cap}), "
         f"padding {100 * plan.padding_fraction:.3f} %{copies}",
         *rows,
@@ -59,9 +62,13 @@ def _sharded(cfg: Config, world_size: int) -> list[str]:
 
 
 def _replicated(cfg: Config) -> list[str]:
+    return [f"{_num_parameters(cfg):,} parameters, whole on every rank"]
+
+
+def _num_parameters(cfg: Config) -> int:
     with torch.device("meta"):
         model = build_model(cfg.model)
-    return [f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters, whole on every rank"]
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _memory(cfg: Config, world_size: int) -> list[str]:

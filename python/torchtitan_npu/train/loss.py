@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from torchtitan_npu.config import Degrees
 from torchtitan_npu.data import Batch
 from torchtitan_npu.launch import gather_rows
 from torchtitan_npu.ops import IGNORE_INDEX, cross_entropy
 
 
-def count_valid_labels(batches: Sequence[Batch]) -> int:
-    """Labels that count, in the micro-batches of one optimizer step, over all ranks. Collective."""
+def count_valid_labels(batches: Sequence[Batch], degrees: Degrees) -> int:
+    """Labels that count, in the micro-batches of one optimizer step, over all data-parallel ranks. Collective."""
     mine = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-    return int(sum(row[0] for row in gather_rows([mine])))
+    return int(sum(row[0] for row in degrees.once_per_dp_rank(gather_rows([mine]))))
 
 
 def step_loss(logits_BTV: Tensor, labels_BT: Tensor, *, valid_labels: int, dp_degree: int) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from torchtitan_npu.config import Config
-from torchtitan_npu.models import build_model
+from torchtitan_npu.config import Config, ConfigError, Problem, validate_world
+from torchtitan_npu.launch import read_timeouts
+from torchtitan_npu.models import build_model, parallelize_tensors
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import fsdp_options
 from torchtitan_npu.train.optimizer import decayed_names
@@ -45,11 +48,11 @@ class ParallelModel(Protocol):
     """Of the whole model."""
 
     def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
-        """Logits ``[B, T, V]``; with ``documents``, attention stays inside them."""
+        """Logits ``[B, T, V]``, under tensor parallelism a DTensor; with ``documents``, attention stays inside them."""
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        """Surrounds forward and backward of one micro-batch; ``last``: of its optimizer step."""
+        """Surrounds forward, loss and, in training, backward of one micro-batch; ``last``: of its optimizer step."""
         ...
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
@@ -67,10 +70,25 @@ def parallelize(cfg: Config, device: torch.device) -> ParallelModel:
     It is built without memory first; FSDP shards it and then fills the shards, so no rank ever holds the whole model.
     """
     with torch.device("meta"):
-        model = build_model(cfg.model)
+        model: nn.Module = build_model(cfg.model)
     if cfg.parallel.strategy == "ddp":
         return ReplicatedModel(model, cfg, device)
     return ShardedModel(model, cfg, device)
+
+
+def refuse_device(cfg: Config, device: torch.device) -> None:
+    """Early, and with the configuration's names, what would fail when the model is sharded.
+
+    Raises:
+        ConfigError: ``device`` cannot train what ``cfg`` describes.
+    """
+    if cfg.parallel.tp_degree > 1 and device.type != "cpu":
+        problem = Problem(
+            "parallel.tp_degree",
+            f"{cfg.parallel.tp_degree} is not supported yet on {device.type.upper()}s; set it to 1, or "
+            "parallel.device to cpu",
+        )
+        raise ConfigError(cfg.source, [problem])
 
 
 def make_scaler(cfg: Config, model: ParallelModel) -> GradScaler:
@@ -90,15 +108,19 @@ class ShardedModel:
 
         self.decayed = decayed_names(model)
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        degrees = validate_world(cfg, dist.get_world_size())
+        self._tensor_parallel = degrees.tp > 1
+        ranks_RST = torch.arange(degrees.replicate * degrees.shard * degrees.tp).view(
+            degrees.replicate, degrees.shard, degrees.tp
+        )
+        if self._tensor_parallel:
+            parallelize_tensors(model, _tensor_parallel_mesh(ranks_RST, device))
+        ranks_RS = ranks_RST[..., degrees.tp_rank(dist.get_rank())]
         # FSDP returns the module that it was given, extended.
-        replicas = cfg.parallel.replicate_degree
-        mesh = None
-        if replicas > 1:  # neighbours shard: they share a machine, as a rule
-            mesh = torch.arange(dist.get_world_size()).view(replicas, -1)
         self._model: Any = FSDP(  # type: ignore[call-arg]
             model,
             device=device,
-            device_mesh=mesh,
+            device_mesh=ranks_RS if degrees.replicate > 1 else ranks_RS[0],
             init_seed=cfg.training.seed,
             activation_checkpointing=cfg.training.activation_checkpointing,
             **fsdp_options(cfg.parallel),
@@ -109,13 +131,21 @@ class ShardedModel:
         return self._model(tokens_BT, documents)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
+        return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
         return float(self._model.clip_grad_norm_(math.inf if max_norm is None else max_norm))
 
     def communication_seconds(self) -> float | None:
         return self._model.communication_seconds()
+
+
+def _tensor_parallel_mesh(ranks_RST: Tensor, device: torch.device) -> DeviceMesh:
+    """The ranks that compute each layer together with this one. Collective over all ranks."""
+    parts = ranks_RST.flatten(0, 1).tolist()
+    # A mesh that makes its groups itself gives them torch's own timeout.
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=read_timeouts().process_group)
+    return DeviceMesh.from_group(group, device.type)
 
 
 class ReplicatedModel:

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from torchtitan_npu.config import Config, RunArgs
+from torchtitan_npu.config import Config, Degrees, RunArgs
 from torchtitan_npu.data import DataError, PackedLoader, TokenDataset, open_dataset
 from torchtitan_npu.launch import Environment, gather_texts, together
 from torchtitan_npu.launch.simulated import is_simulated
@@ -16,19 +16,19 @@ logger = logging.getLogger(__name__)
 _FLASH_HINT_SEQ_LEN = 2048
 
 
-def open_loader(cfg: Config, args: RunArgs, env: Environment, dp_degree: int) -> PackedLoader:
+def open_loader(cfg: Config, args: RunArgs, env: Environment, degrees: Degrees) -> PackedLoader:
     """The loader of ``--data_dir``. Collective; see :func:`_open`."""
-    return _open(cfg, env, dp_degree, args.data_dir, "--data_dir", shuffle=cfg.data.shuffle)
+    return _open(cfg, env, degrees, args.data_dir, "--data_dir", shuffle=cfg.data.shuffle)
 
 
-def open_validation_loader(cfg: Config, env: Environment, dp_degree: int) -> PackedLoader | None:
+def open_validation_loader(cfg: Config, env: Environment, degrees: Degrees) -> PackedLoader | None:
     """The loader of the held-out data, in the order of the file, if there are any. Collective; see :func:`_open`."""
     if cfg.validation.interval == 0 or cfg.validation.data_dir is None:
         return None
-    return _open(cfg, env, dp_degree, cfg.validation.data_dir, "validation.data_dir", shuffle=False)
+    return _open(cfg, env, degrees, cfg.validation.data_dir, "validation.data_dir", shuffle=False)
 
 
-def _open(cfg: Config, env: Environment, dp_degree: int, data_dir: str, name: str, *, shuffle: bool) -> PackedLoader:
+def _open(cfg: Config, env: Environment, degrees: Degrees, data_dir: str, name: str, *, shuffle: bool) -> PackedLoader:
     """Open the data, which local rank 0 of each machine converts first, and check that all ranks see the same.
 
     Raises:
@@ -56,8 +56,8 @@ def _open(cfg: Config, env: Environment, dp_degree: int, data_dir: str, name: st
                 dataset,
                 batch_size=cfg.training.batch_size,
                 seq_len=cfg.training.seq_len,
-                dp_rank=env.rank,
-                dp_size=dp_degree,
+                dp_rank=degrees.dp_rank(env.rank),
+                dp_size=degrees.dp,
                 seed=cfg.training.seed,
                 shuffle=shuffle,
                 pack=cfg.data.pack,
@@ -72,25 +72,26 @@ def _open(cfg: Config, env: Environment, dp_degree: int, data_dir: str, name: st
     return together(build_loader)
 
 
-def log_header(cfg: Config, *, device: torch.device, num_parameters: int, dp_degree: int, memory: str) -> None:
+def log_header(cfg: Config, *, device: torch.device, num_parameters: int, degrees: Degrees, memory: str) -> None:
     """What the run is, before step 1: parameters, tokens, memory."""
     training = cfg.training
-    sequences = training.batch_size * dp_degree * training.gradient_accumulation_steps
+    sequences = training.batch_size * degrees.dp * training.gradient_accumulation_steps
     tokens = sequences * training.seq_len
     logger.info(
-        "model %s: %s parameters, strategy %s, %s, data-parallel degree %d, on %s",
+        "model %s: %s parameters, strategy %s, %s, data-parallel degree %d%s, on %s",
         cfg.model.name,
         f"{num_parameters:,}",
         cfg.parallel.strategy,
         cfg.parallel.dtype,
-        dp_degree,
+        degrees.dp,
+        f", tensor-parallel degree {degrees.tp}" if degrees.tp > 1 else "",
         _name(device),
     )
     logger.info(
         "global batch: batch_size %d x dp_degree %d x gradient_accumulation_steps %d = %d sequences = %s tokens per "
         "step; %s steps, %s tokens in total",
         training.batch_size,
-        dp_degree,
+        degrees.dp,
         training.gradient_accumulation_steps,
         sequences,
         f"{tokens:,}",

@@ -23,7 +23,7 @@ from torchtitan_npu.train.loss import count_valid_labels, step_loss
 from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
-from torchtitan_npu.train.parallelize import make_scaler, parallelize
+from torchtitan_npu.train.parallelize import make_scaler, parallelize, refuse_device
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
 from torchtitan_npu.train.setup import log_header, open_loader, open_validation_loader
@@ -48,13 +48,14 @@ class Trainer:
 
     def __init__(self, cfg: Config, args: RunArgs, env: Environment, device: torch.device) -> None:
         self.cfg, self.args, self.env, self.device = cfg, args, env, device
-        self.dp_degree = validate_world(cfg, env.world_size).dp
+        self.degrees = validate_world(cfg, env.world_size)
+        refuse_device(cfg, device)
         if cfg.training.deterministic:
             torch.use_deterministic_algorithms(True)
         self.store = CheckpointStore(args.checkpoint_dir)
         together(self.store.prepare)
-        self.loader = open_loader(cfg, args, env, self.dp_degree)
-        held_out = open_validation_loader(cfg, env, self.dp_degree)
+        self.loader = open_loader(cfg, args, env, self.degrees)
+        held_out = open_validation_loader(cfg, env, self.degrees)
         self.step = 0
         self.tokens = 0
         self.train_seconds = 0.0
@@ -66,19 +67,19 @@ class Trainer:
 
         self.model = parallelize(cfg, device)
         # From here on the random state belongs to training; initialisation must not shift it.
-        torch.manual_seed(cfg.training.seed + env.rank)
+        torch.manual_seed(cfg.training.seed + self.degrees.dp_rank(env.rank))
         self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg.training)
         self.scaler = make_scaler(cfg, self.model)
         log_header(
             cfg,
             device=device,
             num_parameters=self.model.num_parameters,
-            dp_degree=self.dp_degree,
+            degrees=self.degrees,
             memory=estimate_memory(cfg, env.world_size).describe() if env.rank == 0 else "",
         )
         if chosen is not None:
             self._resume(chosen)
-        self.validation = None if held_out is None else Validation(cfg, held_out, self.model, device)
+        self.validation = None if held_out is None else Validation(cfg, held_out, self.model, self.degrees, device)
         self.metrics = together(lambda: MetricsWriter(args.log_dir, resumed_step=self.step) if env.rank == 0 else None)
         self._capacity_bytes = capacity_bytes(device)
         checkpoint = cfg.training.checkpoint
@@ -156,7 +157,7 @@ class Trainer:
     @property
     def _tokens_per_step(self) -> int:
         training = self.cfg.training
-        return training.batch_size * self.dp_degree * training.gradient_accumulation_steps * training.seq_len
+        return training.batch_size * self.degrees.dp * training.gradient_accumulation_steps * training.seq_len
 
     def _train_step(self, step: int) -> StepMetrics:
         training = self.cfg.training
@@ -165,7 +166,7 @@ class Trainer:
         first_sample = self.loader.global_sample
         batches = [next(self.loader) for _ in range(training.gradient_accumulation_steps)]
         data_seconds = time.monotonic() - start
-        valid_labels = count_valid_labels(batches)
+        valid_labels = count_valid_labels(batches, self.degrees)
         if valid_labels == 0:
             raise TrainingError(
                 f"step {step}: none of its {self._tokens_per_step} labels is valid (global samples from "
@@ -195,7 +196,7 @@ class Trainer:
         blocked = self.model.communication_seconds()
         return StepMetrics(
             step=step,
-            loss=sum(row[0] for row in rows) / valid_labels,
+            loss=sum(row[0] for row in self.degrees.once_per_dp_rank(rows)) / valid_labels,
             grad_norm=None if overflow else grad_norm,
             lr=learning_rate,
             tokens=self.tokens,
@@ -216,7 +217,7 @@ class Trainer:
             documents = Documents.from_ids(batch.document_ids, self.device) if masked else None
             with self.model.micro_batch(last=index == len(batches) - 1):
                 logits_BTV = self.model.forward(inputs, documents)
-                scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.dp_degree)
+                scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.degrees.dp)
                 self.scaler.scale(scaled).backward()
             losses.append(total)
         return sum(float(loss) for loss in losses)  # only now: each waits for the device
@@ -276,7 +277,7 @@ class Trainer:
         model, sharded = self.model.module, self.model.sharded
         table = tensor_differences(path, model, self.optimizer, sharded=sharded)
         compare_configuration(path, state.config, self.cfg, table)
-        load(path, model, self.optimizer, sharded=sharded, device=self.device)
+        load(path, model, self.optimizer, sharded=sharded, device=self.device, tp_degree=self.degrees.tp)
         try:
             self.loader.load_state_dict(state.data)
         except ValueError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_npu.config import Config
+from torchtitan_npu.config import Config, Degrees
 from torchtitan_npu.data import IGNORE_INDEX, PackedLoader
 from torchtitan_npu.launch import gather_rows
 from torchtitan_npu.ops import Documents, cross_entropy
@@ -37,11 +37,13 @@ class ValidationResult:
 class Validation:
     """Reads the same samples every time, each once: the result does not depend on how ranks and batches cut them."""
 
-    def __init__(self, cfg: Config, loader: PackedLoader, model: ParallelModel, device: torch.device) -> None:
+    def __init__(
+        self, cfg: Config, loader: PackedLoader, model: ParallelModel, degrees: Degrees, device: torch.device
+    ) -> None:
         """``loader``: of the held-out data, in the order of the file; its position is not used."""
         self._interval = cfg.validation.interval
         self._masked = cfg.data.document_mask
-        self._loader, self._model, self._device = loader, model, device
+        self._loader, self._model, self._degrees, self._device = loader, model, degrees, device
         self._num_samples = loader.samples_per_epoch
         if cfg.validation.max_samples is not None:
             self._num_samples = min(self._num_samples, cfg.validation.max_samples)
@@ -59,7 +61,7 @@ class Validation:
                 loss, labels = self._sum()
         finally:
             module.train()
-        rows = gather_rows([loss, labels])
+        rows = self._degrees.once_per_dp_rank(gather_rows([loss, labels]))
         total = int(sum(row[1] for row in rows))
         mean = sum(row[0] for row in rows) / total if total else math.nan
         return ValidationResult(mean, total, time.monotonic() - start)
@@ -74,6 +76,7 @@ class Validation:
             batch.labels[numbers >= self._num_samples] = IGNORE_INDEX
             labels += int((batch.labels != IGNORE_INDEX).sum())
             documents = Documents.from_ids(batch.document_ids, self._device) if self._masked else None
-            logits_BTV = self._model.forward(batch.inputs.to(self._device), documents)
-            losses.append(cross_entropy(logits_BTV, batch.labels.to(self._device)))
+            with self._model.micro_batch(last=True):
+                logits_BTV = self._model.forward(batch.inputs.to(self._device), documents)
+                losses.append(cross_entropy(logits_BTV, batch.labels.to(self._device)))
         return sum(float(loss) for loss in losses), labels
