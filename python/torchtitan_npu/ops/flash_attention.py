@@ -41,18 +41,18 @@ def flash_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents: D
     """
     check_attention_arguments("flash_attention", q_BHTD, k_BKTD, v_BKTD, documents)
     device_type = q_BHTD.device.type
-    if device_type not in ("npu", "cpu"):
+    if device_type not in ("npu", "cpu", "meta"):
         grouped = k_BKTD.shape[1] != q_BHTD.shape[1]
         if documents is None:
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
         visible = documents.hidden.logical_not()
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=visible, enable_gqa=grouped)
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         q_BHTD, k_BKTD, v_BKTD = q_BHTD.to(dtype), k_BKTD.to(dtype), v_BKTD.to(dtype)
     _check_kernel(q_BHTD, k_BKTD, v_BKTD)
     # The CPU's kernel takes any strides, and the layout of the NPU's documents (TND) is BSND without rows.
-    by_position = device_type == "cpu" or documents is not None or lies_by_position(q_BHTD)
+    by_position = device_type in ("cpu", "meta") or documents is not None or lies_by_position(q_BHTD)
     ends_N = None if documents is None else documents.ends_N
     if not by_position:
         return _flash_attention(q_BHTD, k_BKTD, v_BKTD, ends_N, "BNSD")[0]
@@ -83,7 +83,7 @@ def check_attention_arguments(
 def _check_kernel(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"flash_attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; cast them to one dtype")
-    on_cpu = q.device.type == "cpu"
+    on_cpu = q.device.type in ("cpu", "meta")
     allowed = (*DTYPES, torch.float64) if on_cpu else DTYPES
     if q.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
