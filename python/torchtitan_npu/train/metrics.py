@@ -102,10 +102,11 @@ class MetricsWriter:
             raise LaunchError(f"--log_dir {log_dir} cannot be written: {error}; name another directory") from error
         self._board = SummaryWriter(str(self.tensorboard_dir), purge_step=resumed_step + 1)
 
-    def write(self, step: StepMetrics, tokens_per_second: float, world_size: int) -> None:
-        """Record one step; ``tokens_per_second`` is global."""
+    def write(self, step: StepMetrics, tokens_per_second: float, world_size: int, mfu: float | None = None) -> None:
+        """Record one step; ``tokens_per_second`` is global, ``mfu`` a fraction, None where it is not known."""
         per_card = tokens_per_second / world_size
-        record = asdict(step) | {"tokens_per_second": tokens_per_second, "tokens_per_second_per_card": per_card}
+        speed = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_card": per_card, "mfu": mfu}
+        record = asdict(step) | speed
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         scalars: dict[str, float | None] = {
@@ -117,6 +118,7 @@ class MetricsWriter:
             "validation/loss": step.validation_loss,
             "speed/tokens_per_second": tokens_per_second,
             "speed/tokens_per_second_per_card": per_card,
+            "speed/mfu": mfu,
             "speed/step_seconds": step.step_time,
             "speed/data_seconds": step.data_time,
             "speed/communication_seconds": step.comm_time,

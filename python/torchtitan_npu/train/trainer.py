@@ -28,6 +28,7 @@ from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
 from torchtitan_npu.train.setup import log_header, open_loader, open_validation_loader
 from torchtitan_npu.train.signals import StopSignals
+from torchtitan_npu.train.utilization import Utilization
 from torchtitan_npu.train.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Trainer:
         self.validation = None if held_out is None else Validation(cfg, held_out, self.model, self.degrees, device)
         self.metrics = together(lambda: MetricsWriter(args.log_dir, resumed_step=self.step) if env.rank == 0 else None)
         self._capacity_bytes = capacity_bytes(device)
+        self._utilization = Utilization(cfg, env, device, self.model.num_parameters)
         checkpoint = cfg.training.checkpoint
         saver = Saver(
             self.store,
@@ -126,8 +128,10 @@ class Trainer:
             final = step == training.max_steps
             validated = self._validate(step, final=final)
             if self.metrics is not None:
+                tokens_per_second = self._tokens_per_step / metrics.step_time
+                mfu = self._utilization.mfu(tokens_per_second)
                 metrics = dataclasses.replace(metrics, validation_loss=validated)
-                self.metrics.write(metrics, self._tokens_per_step / metrics.step_time, self.env.world_size)
+                self.metrics.write(metrics, tokens_per_second, self.env.world_size, mfu)
             if step == 1 or step % training.log_interval == 0:
                 logger.info("%s", format_step(metrics, interval_tokens / interval_seconds, self._capacity_bytes))
                 interval_tokens, interval_seconds = 0, 0.0
