@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -39,6 +40,23 @@ def test_one_process(make_workspace: Callable[..., Workspace], strategy: str) ->
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
     assert metrics[-1]["tokens"] == 768
     assert any((work.logs / "tensorboard").iterdir())
+    # Training stood still for a save after step 3, and the line of step 4 is the next that is written.
+    assert max(metrics, key=lambda record: record["checkpoint_time"])["step"] == 4
+    for record in metrics:
+        parts = [record[f"{name}_time"] for name in ("data", "forward", "backward", "optimizer")]
+        assert min(parts) > 0 and sum(parts) <= record["step_time"]
+        assert record["mfu"] > 0 and record["mem_allocated_bytes"] is None
+
+    plan = json.loads((work.logs / "plan.json").read_text())
+    assert plan["model"]["num_parameters"] == 45_264
+    assert plan["total_tokens"] == 768
+    # fp32: 4 bytes each, and the moments are two more
+    assert plan["memory_bytes"]["parameters"] >= 4 * 45_264
+    assert plan["memory_bytes"]["optimizer"] == 2 * plan["memory_bytes"]["parameters"]
+    assert plan["configuration"]["training"]["max_steps"] == 6
+    assert metrics[2]["mfu"] == pytest.approx(
+        plan["flops_per_token"] * metrics[2]["tokens_per_second"] / plan["peak_flops"], rel=1e-12
+    )
 
     last = result.stdout.strip().splitlines()[-1]
     assert str(work.checkpoints / "step-00000006") in last

@@ -76,6 +76,27 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -
     assert any(writer.tensorboard_dir.iterdir())
 
 
+def _board_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(directory))
+    board.Reload()
+    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+
+
+def test_tensorboard_has_what_is_known_and_a_resumed_run_replaces_steps(tmp_path: Path) -> None:
+    for resumed, steps in ((0, range(1, 6)), (3, range(4, 6))):
+        with MetricsWriter(tmp_path, resumed_step=resumed) as writer:
+            for step in steps:
+                writer.write(_metrics(step, loss=10.0 * (resumed + step)), 128.0, world_size=2, mfu=0.25)
+    scalars = _board_scalars(writer.tensorboard_dir)
+    assert scalars["train/loss"] == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 70.0), (5, 80.0)]
+    assert scalars["speed/mfu"] == [(step, 0.25) for step in range(1, 6)]
+    assert scalars["speed/checkpoint_seconds"] == [(step, 0.0) for step in range(1, 6)]
+    # None in _metrics
+    assert "train/loss_scale" not in scalars and "memory/allocated_peak_gib" not in scalars
+
+
 def test_a_fresh_run_keeps_the_file_of_an_earlier_one(tmp_path: Path) -> None:
     for first in (1, 11, 21):
         with MetricsWriter(tmp_path, resumed_step=0) as writer:

@@ -18,6 +18,11 @@ def peak_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).max_memory_reserved(device))
 
 
+def peak_allocated_bytes(device: torch.device) -> int:
+    """The most that tensors have used of what torch's allocator reserved on ``device``; 0 on the CPU."""
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).max_memory_allocated(device))
+
+
 def capacity_bytes(device: torch.device) -> int:
     """What there is: of the accelerator for this rank, or of the machine for all its processes."""
     if device.type == "cpu":

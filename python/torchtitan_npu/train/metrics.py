@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from torch.utils.tensorboard import SummaryWriter
-
 from torchtitan_npu.launch import LaunchError
+from torchtitan_npu.train.board import Board
 from torchtitan_npu.train.memory import GIB
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,17 @@ class StepMetrics:
     data_time: float
     """Seconds spent on getting the step's micro-batches, on rank 0."""
     mem_bytes: int
-    """Peak memory of the worst rank."""
+    """Peak memory of the worst rank: reserved by torch's allocator, or resident on the CPU."""
+    mem_allocated_bytes: int | None = None
+    """Of what torch's allocator reserved, the peak that tensors used, on the worst rank; None on the CPU."""
+    forward_time: float | None = None
+    """Seconds in forward passes and losses, on rank 0; None on accelerators, where the host only queues them."""
+    backward_time: float | None = None
+    """Seconds in backward passes, gradient reductions included, on rank 0; None as for ``forward_time``."""
+    optimizer_time: float | None = None
+    """Seconds in the optimizer's step, on rank 0; None as for ``forward_time``."""
+    checkpoint_time: float = 0.0
+    """Seconds that training stood still for saves since the step before, on rank 0; not in ``step_time``."""
     comm_time: float | None = None
     """Seconds that rank 0 was blocked on other ranks in gathers and reductions; None where it is not measured (ddp)."""
     loss_scale: float | None = None
@@ -100,7 +109,7 @@ class MetricsWriter:
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close())
         except OSError as error:
             raise LaunchError(f"--log_dir {log_dir} cannot be written: {error}; name another directory") from error
-        self._board = SummaryWriter(str(self.tensorboard_dir), purge_step=resumed_step + 1)
+        self._board = Board(self.tensorboard_dir, purge_step=resumed_step + 1)
 
     def write(self, step: StepMetrics, tokens_per_second: float, world_size: int, mfu: float | None = None) -> None:
         """Record one step; ``tokens_per_second`` is global, ``mfu`` a fraction, None where it is not known."""
@@ -122,11 +131,14 @@ class MetricsWriter:
             "speed/step_seconds": step.step_time,
             "speed/data_seconds": step.data_time,
             "speed/communication_seconds": step.comm_time,
+            "speed/forward_seconds": step.forward_time,
+            "speed/backward_seconds": step.backward_time,
+            "speed/optimizer_seconds": step.optimizer_time,
+            "speed/checkpoint_seconds": step.checkpoint_time,
             "memory/peak_gib": step.mem_bytes / GIB,
+            "memory/allocated_peak_gib": None if step.mem_allocated_bytes is None else step.mem_allocated_bytes / GIB,
         }
-        for name, value in scalars.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step.step)
+        self._board.write(scalars, step.step)
 
     def close(self) -> None:
         self._file.close()

@@ -85,7 +85,7 @@ def log_header(cfg: Config, *, device: torch.device, num_parameters: int, degree
         cfg.parallel.dtype,
         degrees.dp,
         f", tensor-parallel degree {degrees.tp}" if degrees.tp > 1 else "",
-        _name(device),
+        device_name(device),
     )
     logger.info(
         "global batch: batch_size %d x dp_degree %d x gradient_accumulation_steps %d = %d sequences = %s tokens per "
@@ -106,7 +106,8 @@ def log_header(cfg: Config, *, device: torch.device, num_parameters: int, degree
         )
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """For people: ``the CPU``, or what torch calls the accelerator of each rank."""
     if device.type == "cpu":
         return "the CPU"
     name = torch.get_device_module(device).get_device_name(device)

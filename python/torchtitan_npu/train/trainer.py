@@ -17,17 +17,19 @@ from torchtitan_npu.config import Config, RunArgs, to_dict, validate_world
 from torchtitan_npu.data import Batch
 from torchtitan_npu.launch import Environment, gather_rows, together
 from torchtitan_npu.ops import Documents
-from torchtitan_npu.planning import estimate_memory
+from torchtitan_npu.planning import MemoryEstimate, estimate_memory
 from torchtitan_npu.train.checkpointing import Checkpointing
 from torchtitan_npu.train.loss import count_valid_labels, step_loss
-from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
+from torchtitan_npu.train.memory import capacity_bytes, peak_allocated_bytes, peak_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
 from torchtitan_npu.train.parallelize import make_scaler, parallelize, refuse_device
+from torchtitan_npu.train.plan_file import write_plan
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
-from torchtitan_npu.train.setup import log_header, open_loader, open_validation_loader
+from torchtitan_npu.train.setup import device_name, log_header, open_loader, open_validation_loader
 from torchtitan_npu.train.signals import StopSignals
+from torchtitan_npu.train.spans import Spans
 from torchtitan_npu.train.utilization import Utilization
 from torchtitan_npu.train.validation import Validation
 
@@ -71,12 +73,13 @@ class Trainer:
         torch.manual_seed(cfg.training.seed + self.degrees.dp_rank(env.rank))
         self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg.training)
         self.scaler = make_scaler(cfg, self.model)
+        memory = estimate_memory(cfg, env.world_size) if env.rank == 0 else None
         log_header(
             cfg,
             device=device,
             num_parameters=self.model.num_parameters,
             degrees=self.degrees,
-            memory=estimate_memory(cfg, env.world_size).describe() if env.rank == 0 else "",
+            memory=memory.describe() if memory is not None else "",
         )
         if chosen is not None:
             self._resume(chosen)
@@ -84,6 +87,8 @@ class Trainer:
         self.metrics = together(lambda: MetricsWriter(args.log_dir, resumed_step=self.step) if env.rank == 0 else None)
         self._capacity_bytes = capacity_bytes(device)
         self._utilization = Utilization(cfg, env, device, self.model.num_parameters)
+        together(lambda: self._write_plan(memory) if memory is not None else None)
+        self._spans = Spans()
         checkpoint = cfg.training.checkpoint
         saver = Saver(
             self.store,
@@ -142,7 +147,8 @@ class Trainer:
                 logger.info("about %s to go, for %d more steps", format_duration(remaining), training.max_steps - step)
             self.train_seconds += metrics.step_time
             self.learning_rate = metrics.lr
-            self.checkpoints.after_step(step, final=final, state=self._state)
+            with self._spans("checkpoint"):
+                self.checkpoints.after_step(step, final=final, state=self._state)
             if self.checkpoints.stop_signal:
                 return
 
@@ -180,8 +186,9 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         overflow = self.scaler.overflowed(self.optimizer)
         grad_norm = self.model.clip_grad_norm(training.max_grad_norm)
-        rows = gather_rows([loss_sum, grad_norm, peak_bytes(self.device), *self.checkpoints.flags()])
-        self.checkpoints.agree([row[3:] for row in rows])
+        memory = [peak_bytes(self.device), peak_allocated_bytes(self.device)]
+        rows = gather_rows([loss_sum, grad_norm, *memory, *self.checkpoints.flags()])
+        self.checkpoints.agree([row[4:] for row in rows])
         self._check_finite(step, rows, first_sample, overflow=overflow)
 
         learning_rate = learning_rate_at(
@@ -193,11 +200,14 @@ class Trainer:
             shape=training.lr_schedule,
         )
         set_learning_rate(self.optimizer, learning_rate)
-        self._update(step)
+        with self._spans("optimizer"):
+            self._update(step)
         self.optimizer.zero_grad()
         self.step = step
         self.tokens += self._tokens_per_step
         blocked = self.model.communication_seconds()
+        on_host = self.device.type == "cpu"
+        seconds = {f"{name}_time": self._spans.take(name) for name in ("forward", "backward", "optimizer")}
         return StepMetrics(
             step=step,
             loss=sum(row[0] for row in self.degrees.once_per_dp_rank(rows)) / valid_labels,
@@ -208,6 +218,9 @@ class Trainer:
             data_time=data_seconds,
             comm_time=None if blocked is None or blocked_before is None else blocked - blocked_before,
             mem_bytes=int(max(row[2] for row in rows)),
+            mem_allocated_bytes=None if on_host else int(max(row[3] for row in rows)),
+            checkpoint_time=self._spans.take("checkpoint"),
+            **(seconds if on_host else {}),
             loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
             skipped_steps=self.scaler.skipped_steps if self.scaler.is_enabled() else None,
         )
@@ -220,9 +233,11 @@ class Trainer:
             masked = self.cfg.data.document_mask
             documents = Documents.from_ids(batch.document_ids, self.device) if masked else None
             with self.model.micro_batch(last=index == len(batches) - 1):
-                logits_BTV = self.model.forward(inputs, documents)
-                scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.degrees.dp)
-                self.scaler.scale(scaled).backward()
+                with self._spans("forward"):
+                    logits_BTV = self.model.forward(inputs, documents)
+                    scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.degrees.dp)
+                with self._spans("backward"):
+                    self.scaler.scale(scaled).backward()
             losses.append(total)
         return sum(float(loss) for loss in losses)  # only now: each waits for the device
 
@@ -296,6 +311,18 @@ class Trainer:
             self.cfg.training.max_steps,
             f"{self.tokens:,}",
             f"{self.loader.global_sample:,}",
+        )
+
+    def _write_plan(self, memory: MemoryEstimate) -> None:
+        write_plan(
+            self.args.log_dir,
+            self.cfg,
+            self.env,
+            device_name(self.device),
+            num_parameters=self.model.num_parameters,
+            memory=memory,
+            capacity_bytes=self._capacity_bytes,
+            utilization=self._utilization,
         )
 
     def _state(self) -> TrainState:
