@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 _LOGGER_NAME = "torchtitan_npu"
 
@@ -18,6 +19,18 @@ class _Below(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno < self._level
+
+
+def terminal_handlers() -> list[logging.StreamHandler[Any]]:
+    """The handlers that ``setup_logging`` has made and that write to a terminal."""
+    handlers = logging.getLogger(_LOGGER_NAME).handlers
+    return [
+        handler
+        for handler in handlers
+        if isinstance(handler, logging.StreamHandler)
+        and handler.stream in (sys.stdout, sys.stderr)
+        and handler.stream.isatty()
+    ]
 
 
 def setup_logging(rank: int, world_size: int, log_dir: Path | None = None) -> None:

@@ -81,6 +81,12 @@ class Checkpointing:
         )
         return 1
 
+    def describe(self) -> str:
+        """How saving stands, in a few words."""
+        if self._saver.pending is not None:
+            return f"saving step {self._saver.pending}"
+        return f"saved {self.last.name}" if self.last is not None else "nothing saved yet"
+
     def stopped_by(self) -> str:
         """The name of ``stop_signal``."""
         return signal.Signals(self.stop_signal).name

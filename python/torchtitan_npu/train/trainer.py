@@ -25,6 +25,7 @@ from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_dura
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
 from torchtitan_npu.train.parallelize import make_scaler, parallelize, refuse_device
 from torchtitan_npu.train.plan_file import write_plan
+from torchtitan_npu.train.progress import make_display
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
 from torchtitan_npu.train.setup import device_name, log_header, open_loader, open_validation_loader
@@ -89,6 +90,7 @@ class Trainer:
         self._utilization = Utilization(cfg, env, device, self.model.num_parameters)
         together(lambda: self._write_plan(memory) if memory is not None else None)
         self._spans = Spans()
+        self._display = make_display(done_steps=self.step, max_steps=cfg.training.max_steps, rank=env.rank)
         checkpoint = cfg.training.checkpoint
         saver = Saver(
             self.store,
@@ -115,7 +117,7 @@ class Trainer:
         """
         if self.finished:
             return 0
-        with self._signals:
+        with self._signals, self._display:
             self._run_steps()
         self._log_end()
         return self.checkpoints.exit_status()
@@ -132,8 +134,8 @@ class Trainer:
             seconds_since_start += metrics.step_time
             final = step == training.max_steps
             validated = self._validate(step, final=final)
+            tokens_per_second = self._tokens_per_step / metrics.step_time
             if self.metrics is not None:
-                tokens_per_second = self._tokens_per_step / metrics.step_time
                 mfu = self._utilization.mfu(tokens_per_second)
                 metrics = dataclasses.replace(metrics, validation_loss=validated)
                 self.metrics.write(metrics, tokens_per_second, self.env.world_size, mfu)
@@ -149,6 +151,9 @@ class Trainer:
             self.learning_rate = metrics.lr
             with self._spans("checkpoint"):
                 self.checkpoints.after_step(step, final=final, state=self._state)
+            self._display.update(
+                step, loss=metrics.loss, tokens_per_second=tokens_per_second, checkpoint=self.checkpoints.describe()
+            )
             if self.checkpoints.stop_signal:
                 return
 
