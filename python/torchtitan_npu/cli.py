@@ -43,6 +43,7 @@ commands:
   train     train a model from one YAML file
   plan      check a YAML file and print what training would need (the same as train --dry_run)
   tune      measure which bucket_cap_mb suits a YAML file on these ranks
+  report    write one HTML page about runs, from their log directories
   prepare   turn text into token files
   merge     write a checkpoint's model into one safetensors file
   export    write a checkpoint's model as Hugging Face's transformers loads it
@@ -64,7 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_COMMANDS,
         allow_abbrev=False,
     )
-    commands = ("train", "plan", "tune", "prepare", "merge", "export", "import", "generate", "doctor", "simulate")
+    commands = (
+        "train",
+        "plan",
+        "tune",
+        "report",
+        "prepare",
+        "merge",
+        "export",
+        "import",
+        "generate",
+        "doctor",
+        "simulate",
+    )
     parser.add_argument("command", choices=commands, help="what to do, see below")
     if not arguments:
         say(parser.format_help())
@@ -79,6 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtitan_npu.cli_tune import tune_main
 
         return tune_main(rest)
+    if command == "report":
+        from torchtitan_npu.cli_report import report_main
+
+        return report_main(rest)
     if command in ("merge", "export", "import"):
         from torchtitan_npu.cli_convert import convert_main
 

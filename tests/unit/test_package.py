@@ -157,7 +157,7 @@ def test_wheel_contents() -> None:
     wanted = {
         f"torchtitan_npu/{path.relative_to(SOURCES)}"
         for path in SOURCES.rglob("*")
-        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".css", ".js") or path.name == "py.typed"
     }
     assert {file for file in package if not file.endswith(".so")} == wanted
     assert not any("_simulator" in file for file in files)
