@@ -4,6 +4,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "torch/error_bridge.h"
+#include "torch/profiler_spans.h"
 
 namespace py = pybind11;
 
@@ -24,6 +25,7 @@ PYBIND11_MODULE(_C, m) {
       e.restore();
     }
   });
+  tt::install_profiler_spans();
   bind_plan(m);
   bind_host(m);
   bind_ascend(m);

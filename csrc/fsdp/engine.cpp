@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/span.h"
 
 namespace tt::fsdp {
 namespace {
@@ -140,6 +141,7 @@ void Engine::launch_queued(bool wait_for_first) {
       const runtime::LaneGuard lane(device_, runtime::Lane::kGather);
       {
         const Timer timer(counters_.wait_seconds);
+        const Span span("wait for the place of", unit_name(unit));
         comm_.wait_place_free(place);
       }
       launch_gather(queued);
@@ -159,6 +161,7 @@ void Engine::launch_queued(bool wait_for_first) {
 
 // Writes this rank's shards, in the gather lane.
 void Engine::launch_gather(const Queued& queued) {
+  const Span span("gather", unit_name(queued.unit));
   const auto place = static_cast<std::size_t>(queued.place);
   masters_ready_.wait();
   place_left_[place].wait();
@@ -189,6 +192,7 @@ void Engine::gather(std::int32_t unit) {
   }
   {
     const Timer timer(counters_.wait_seconds);
+    const Span span("wait for", unit_name(unit));
     comm_.wait_gather(static_cast<std::uint32_t>(u.place), u.tag);
   }
   std::byte* base = comm_.gather_memory(arena_.places()[static_cast<std::size_t>(u.place)].offset);
@@ -419,6 +423,7 @@ void Engine::end_backward() {
   }
   {
     const Timer timer(counters_.wait_seconds);
+    const Span span("finish", "reductions");
     reducer_.end_round();
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {

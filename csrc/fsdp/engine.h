@@ -118,6 +118,7 @@ class Engine {
   std::int32_t free_place() const;
   bool rotates(std::int32_t unit) const { return arena_.own_place(unit) < 0; }
   bool in_use(const Unit& unit) const { return unit.forward_uses > 0 || unit.in_backward; }
+  const std::string& unit_name(std::int32_t unit) const { return plan_.units()[static_cast<std::size_t>(unit)].name; }
   Unit& unit_state(std::int32_t unit) { return units_[static_cast<std::size_t>(unit)]; }
   const Unit& unit_state(std::int32_t unit) const { return units_[static_cast<std::size_t>(unit)]; }
   const std::string& name(std::int32_t unit) const { return plan_.units()[static_cast<std::size_t>(unit)].name; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/span.h"
 
 namespace tt::fsdp {
 namespace {
@@ -97,6 +98,7 @@ void Reducer::take_slot(std::int32_t bucket) {
     }
     if (oldest >= 0) {  // summed here; all ranks have launched it and will read it at their next step into the engine
       const auto& s = slots_[static_cast<std::size_t>(oldest)];
+      const Span span("wait for the reduction of", unit_name(s.bucket));
       comm_.wait_contribution_free(static_cast<std::uint32_t>(s.bucket), s.round);
       continue;
     }
@@ -107,8 +109,7 @@ void Reducer::take_slot(std::int32_t bucket) {
     if (!overflow_logged_) {
       overflow_logged_ = true;
       client_.log(str("gradients of more buckets than foreseen are alive at once in the backward of unit '",
-                      plan_.units()[static_cast<std::size_t>(spec(bucket).unit)].name,
-                      "'; extra reduce memory is used from now on (said once)"));
+                      unit_name(bucket), "'; extra reduce memory is used from now on (said once)"));
     }
     assign(arena_.overflow_slot(bucket));
     return;
@@ -279,6 +280,7 @@ runtime::Contribution Reducer::contribution_of(std::int32_t bucket) const {
 }
 
 void Reducer::launch(std::int32_t bucket) {
+  const Span span("launch reduction of", unit_name(bucket));
   client_.gradient_shard(bucket);  // where it is made, memory is taken in the order of the compute lane
   auto& filled = filled_[static_cast<std::size_t>(bucket)];
   filled.record();
@@ -322,6 +324,7 @@ void Reducer::leave_slot(BucketState& b) {
 }
 
 void Reducer::sum(std::int32_t bucket) {
+  const Span span("reduce", unit_name(bucket));
   auto& b = state(bucket);
   const auto id = static_cast<std::uint32_t>(bucket);
   const auto anywhere = comm_.reported_anywhere(id, round_);
@@ -409,6 +412,7 @@ void Reducer::end_round() {
     }
     progress();
     while (!launched_.empty()) {
+      const Span span("wait for the reduction of", unit_name(launched_.front()));
       comm_.wait_reduce_ready(static_cast<std::uint32_t>(launched_.front()), round_);
       progress();
     }

@@ -89,6 +89,9 @@ class Reducer {
   BucketState& state(std::int32_t bucket) { return buckets_[static_cast<std::size_t>(bucket)]; }
   const BucketState& state(std::int32_t bucket) const { return buckets_[static_cast<std::size_t>(bucket)]; }
   const Bucket& spec(std::int32_t bucket) const { return plan_.buckets()[static_cast<std::size_t>(bucket)]; }
+  const std::string& unit_name(std::int32_t bucket) const {
+    return plan_.units()[static_cast<std::size_t>(spec(bucket).unit)].name;
+  }
 
   const ShardPlan& plan_;
   const Arena& arena_;

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -99,5 +100,20 @@ inline bool is_reentrant_checkpoint(const torch::autograd::Node& node) {
 inline void at_end_of_backward(std::function<void()> callback) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
 }
+
+// A range of torch's profiler on the calling thread, named by make_name(); null while it does not record.
+template <typename MakeName>
+void* begin_range(const MakeName& make_name) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks.has_value()) {
+    return nullptr;
+  }
+  auto range = std::make_unique<at::RecordFunction>(std::move(*callbacks));
+  range->before(make_name());
+  return range.release();
+}
+
+// Of begin_range, on the same thread.
+inline void end_range(void* range) { std::unique_ptr<at::RecordFunction>(static_cast<at::RecordFunction*>(range)); }
 
 }  // namespace tt::torch_compat

@@ -516,5 +516,5 @@ def test_each_field_has_a_docstring() -> None:
             if isinstance(field, ast.AnnAssign) and not isinstance(after, ast.Expr):
                 undocumented.append(f"{cls.name}.{ast.unparse(field.target)}")
     assert undocumented == []
-    assert list(SECTIONS) == ["model", "training", "training.checkpoint", "parallel", "data", "validation"]
+    assert list(SECTIONS) == ["model", "training", "training.checkpoint", "parallel", "data", "validation", "profile"]
     assert all(set(values) == set(PRESET_FIELDS) for values in PRESETS.values())

@@ -53,7 +53,8 @@ def describe(declared: Any) -> str:
         choices = get_args(declared)
         return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(choices)}"
     if get_origin(declared) is tuple:
-        return f"a list of {len(get_args(declared))} numbers"
+        items = get_args(declared)
+        return "a list of numbers" if items[-1] is Ellipsis else f"a list of {len(items)} numbers"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return words[declared]
 
@@ -118,7 +119,11 @@ def _coerce_choice(value: object, declared: Any) -> str:
 
 def _coerce_tuple(value: object, declared: Any) -> tuple[Any, ...]:
     items = get_args(declared)
-    if not isinstance(value, (list, tuple)) or len(value) != len(items):
+    if not isinstance(value, (list, tuple)):
+        raise _refuse(value, declared)
+    if items[-1] is Ellipsis:
+        items = items[:1] * len(value)
+    if len(value) != len(items):
         raise _refuse(value, declared)
     return tuple(coerce(item, item_type) for item, item_type in zip(value, items, strict=True))
 

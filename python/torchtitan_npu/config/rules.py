@@ -154,6 +154,27 @@ RULES: tuple[Rule, ...] = (
         "must be < model.vocab_size",
         "check the tokenizer's end-of-text id",
     ),
+    Rule(
+        "profile.ranks",
+        ("profile.steps",),
+        lambda ranks, steps: steps == 0 or len(ranks) > 0,
+        "must name a rank where profile.steps is > 0",
+        "set profile.steps to 0, or profile.ranks to [0]",
+    ),
+    Rule(
+        "profile.memory_snapshot",
+        ("profile.steps",),
+        lambda snapshot, steps: not snapshot or steps > 0,
+        "needs profile.steps > 0",
+        "set profile.steps to the number of steps to record",
+    ),
+    Rule(
+        "profile.memory_snapshot",
+        ("parallel.device",),
+        lambda snapshot, device: not snapshot or device != "cpu",
+        "must be false where parallel.device is cpu",
+        "set it to false: mem_bytes in metrics.jsonl has the peak of every step",
+    ),
 )
 
 HINTS: tuple[Hint, ...] = (
@@ -191,6 +212,11 @@ HINTS: tuple[Hint, ...] = (
         ("training.lr_schedule", "training.min_lr"),
         lambda schedule, minimum: schedule == "constant" and minimum > 0,
         "training.lr_schedule is {}, so training.min_lr {} has no effect",
+    ),
+    Hint(
+        ("profile.start", "training.max_steps", "profile.steps"),
+        lambda start, max_steps, steps: steps > 0 and start > max_steps,
+        "profile.start is {}, after the end of training (training.max_steps {}), so profile.steps {} has no effect",
     ),
     Hint(
         ("data.append_eos", "data.eos_id"),

@@ -195,6 +195,20 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """The section ``profile``: steps to record, into `--log_dir`/profile."""
+
+    start: PositiveInt = 10
+    """First optimizer step that is recorded; the first few of a run are not typical."""
+    steps: NonNegativeInt = 0
+    """How many steps are recorded; 0 is off. Traces are large: a few steps are enough."""
+    ranks: Literal["all"] | tuple[NonNegativeInt, ...] = (0,)
+    """The ranks that record, each into a file of its own."""
+    memory_snapshot: bool = False
+    """Also record the allocations of these steps, for PyTorch's memory_viz; accelerators only."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run's configuration, checked and complete: presets and defaults are filled in."""
 
@@ -203,6 +217,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     preset_overrides: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Keys whose value differs from the preset's: ``{"model.dim": (preset's value, value used)}``."""
     warnings: list[str] = field(default_factory=list)

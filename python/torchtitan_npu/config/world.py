@@ -56,6 +56,11 @@ def validate_world(config: Config, world_size: int) -> Degrees:
 
     if world_size < 1:
         raise fail("WORLD_SIZE", f"{world_size} is out of range; it must be >= 1")
+    ranks = config.profile.ranks if config.profile.steps > 0 and config.profile.ranks != "all" else ()
+    if ranks and max(ranks) >= world_size:
+        raise fail(
+            "profile.ranks", f"{max(ranks)} must be < WORLD_SIZE, which is {world_size}; name other ranks, or all"
+        )
     if dp == -1:
         if world_size % tp != 0:
             raise fail(

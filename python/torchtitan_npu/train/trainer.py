@@ -25,6 +25,7 @@ from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_dura
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
 from torchtitan_npu.train.parallelize import make_scaler, parallelize, refuse_device
 from torchtitan_npu.train.plan_file import write_plan
+from torchtitan_npu.train.profiling import Profiling
 from torchtitan_npu.train.progress import make_display
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
 from torchtitan_npu.train.schedule import learning_rate_at
@@ -56,6 +57,7 @@ class Trainer:
         refuse_device(cfg, device)
         if cfg.training.deterministic:
             torch.use_deterministic_algorithms(True)
+        self._profiling = together(lambda: Profiling(cfg, args.log_dir, env, device))
         self.store = CheckpointStore(args.checkpoint_dir)
         together(self.store.prepare)
         self.loader = open_loader(cfg, args, env, self.degrees)
@@ -117,7 +119,7 @@ class Trainer:
         """
         if self.finished:
             return 0
-        with self._signals, self._display:
+        with self._signals, self._display, self._profiling.around_steps():
             self._run_steps()
         self._log_end()
         return self.checkpoints.exit_status()
@@ -128,7 +130,10 @@ class Trainer:
         interval_tokens, interval_seconds = 0, 0.0
         seconds_since_start = 0.0
         for step in range(first_step, training.max_steps + 1):
+            self._profiling.before_step(step)
+            self._spans.recorded = self._profiling.recording
             metrics = self._train_step(step)
+            self._profiling.after_step(step)
             interval_tokens += self._tokens_per_step
             interval_seconds += metrics.step_time
             seconds_since_start += metrics.step_time
@@ -179,8 +184,8 @@ class Trainer:
         start = time.monotonic()
         blocked_before = self.model.communication_seconds()
         first_sample = self.loader.global_sample
-        batches = [next(self.loader) for _ in range(training.gradient_accumulation_steps)]
-        data_seconds = time.monotonic() - start
+        with self._spans("data"):
+            batches = [next(self.loader) for _ in range(training.gradient_accumulation_steps)]
         valid_labels = count_valid_labels(batches, self.degrees)
         if valid_labels == 0:
             raise TrainingError(
@@ -220,7 +225,7 @@ class Trainer:
             lr=learning_rate,
             tokens=self.tokens,
             step_time=time.monotonic() - start,
-            data_time=data_seconds,
+            data_time=self._spans.take("data"),
             comm_time=None if blocked is None or blocked_before is None else blocked - blocked_before,
             mem_bytes=int(max(row[2] for row in rows)),
             mem_allocated_bytes=None if on_host else int(max(row[3] for row in rows)),
