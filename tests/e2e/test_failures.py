@@ -8,11 +8,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from torchtitan_npu.cli import train_main
+from torchtitan_npu.models import Llama
 
 from .conftest import Workspace
 
@@ -200,3 +202,24 @@ def test_a_failure_of_one_rank_is_told_by_the_other(make_workspace: Callable[...
     assert "[rank 0] ERROR: stopped, because another rank failed: rank 1: " in outputs[0]
     assert all("/nowhere.jsonl" in output for output in outputs)
     assert not any("Traceback" in output for output in outputs)
+
+
+def test_out_of_memory_says_what_needs_less(
+    make_workspace: Callable[..., Workspace], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R53: the allocator's error in the middle of training becomes a table and the settings that help."""
+    work = make_workspace("memory", "--training.checkpoint.save_interval", "2")
+    forward, calls = Llama.forward, []
+
+    def hungry(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 6:  # two micro-batches a step
+            torch.empty(1 << 55)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(Llama, "forward", hungry)
+    error = _fails(work, capfd)
+    assert "out of memory in step 4" in error and "Traceback" not in error
+    assert f"the last checkpoint is {work.checkpoints / 'step-00000002'}" in error
+    assert "logits, roughly" in error
+    assert "model.use_flash_attention=true saves about" in error

@@ -35,6 +35,7 @@ def _record(step: int, **values: Any) -> dict[str, Any]:
         "mem_bytes": 2 * GIB,
         "tokens_per_second": 50.0,
         "mfu": 0.4,
+        "validation_loss": 3.0 if step % 2 == 0 else None,
         "loss_scale": None,
         "skipped_steps": None,
         **values,
@@ -77,6 +78,7 @@ def test_steps_become_lines_and_parts(tmp_path: Path) -> None:
     assert drawn["tokens"] == [100, 200, 300, 400]
     assert drawn["lines"]["loss"] == {"mean": [10.0, 5.0, 3.33333, 2.5]}
     assert drawn["lines"]["mfu"]["mean"] == [40.0] * 4
+    assert drawn["lines"]["validation"]["mean"] == [None, 3.0, None, 3.0]
     assert drawn["lines"]["memory"]["mean"] == [2.0] * 4
     assert "loss_scale" not in drawn["lines"]
     # 2 s a step: 0.25 data, 0.5 communication, the rest; the save is on top of them
@@ -216,9 +218,9 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
         timeout=100,
         check=True,
     ).stdout
-    # loss, norm, rate, throughput, MFU, memory, and a step's time for each run
+    # loss, validation loss, norm, rate, throughput, MFU, memory, and a step's time for each run
     figures = re.findall(r"<figure.*?</figure>", shown, re.DOTALL)
-    assert len(figures) == 8
+    assert len(figures) == 9
     assert all(re.search(r"<(path|circle|rect)[^>]* (fill|stroke)=\"#", figure) for figure in figures)
     assert "NaN" not in "".join(figures)
     assert "training.seed" in shown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,6 +77,20 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     # DDP's gradients are views of its buckets; autocast keeps a 16-bit copy of every matrix during a step.
     copies = size // 2 if cfg.parallel.dtype != "fp32" else 0
     return MemoryEstimate(parameters=size, gradients=size, optimizer=2 * size, buffers=copies, activations=activations)
+
+
+def memory_kinds(cfg: Config, memory: MemoryEstimate) -> dict[str, int]:
+    """``memory`` by kind, for tables; what the size of the vocabulary adds to the activations is ``logits``."""
+    without = replace(cfg, model=replace(cfg.model, vocab_size=0))
+    logits = min(memory.activations, activation_bytes(cfg) - activation_bytes(without))
+    return {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "arena": memory.buffers,
+        "activations, roughly": memory.activations - logits,
+        "logits, roughly": logits,
+    }
 
 
 def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:

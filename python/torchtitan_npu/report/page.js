@@ -3,11 +3,11 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#888888"];
 const PART_COLOURS = { data: "#e69f00", communication: "#d55e00", checkpoint: "#cc79a7", rest: "#56b4e9" };
 const UNITS = {
-  loss: ["Loss", "nats per token"], grad_norm: ["Gradient norm", "before clipping"], lr: ["Learning rate", ""],
+  loss: ["Loss", "nats per token"], validation: ["Validation loss", "nats per token"], grad_norm: ["Gradient norm", "before clipping"], lr: ["Learning rate", ""],
   throughput: ["Throughput", "tokens/s, all ranks"], mfu: ["Model FLOPs utilisation", "%"],
   memory: ["Peak memory", "GB, worst rank"], loss_scale: ["Loss scale", ""],
 };
-const LOGARITHMIC = { loss: false, grad_norm: false, loss_scale: true };
+const LOGARITHMIC = { loss: false, validation: false, grad_norm: false, loss_scale: true };
 const SMOOTHED = ["loss", "grad_norm", "throughput", "mfu"];
 
 const byId = (id) => document.getElementById(id);
@@ -42,6 +42,10 @@ function linesOf(name) {
   return DATA.runs.filter((run) => run.shown && run.lines[name]).map((run) => {
     const { mean, low, high } = run.lines[name];
     const line = { name: run.name, colour: run.colour, dash: run.dash, x: run[view.xName], y: mean, low, high };
+    if (name === "validation") {  // not every step has one: the line joins those that have
+      const known = mean.map((value, i) => i).filter((i) => mean[i] !== null);
+      for (const key of ["x", "y", "low", "high"]) line[key] = line[key] && known.map((i) => line[key][i]);
+    }
     if (weight > 0 && SMOOTHED.includes(name)) line.smooth = smooth(mean, weight);
     return line;
   });

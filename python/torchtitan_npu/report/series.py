@@ -14,6 +14,7 @@ GIB = 1024**3
 
 LINES: dict[str, tuple[str, float]] = {
     "loss": ("loss", 1),
+    "validation": ("validation_loss", 1),
     "grad_norm": ("grad_norm", 1),
     "lr": ("lr", 1),
     "throughput": ("tokens_per_second", 1),

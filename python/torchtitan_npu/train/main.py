@@ -16,6 +16,7 @@ from torchtitan_npu.launch import (
     read_timeouts,
     run_rank,
 )
+from torchtitan_npu.train.out_of_memory import explained_out_of_memory
 from torchtitan_npu.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,18 @@ def _run(cfg: Config, args: RunArgs, env: Environment) -> int:
     if device.type == "npu" and env.rank == 0:
         _log_npu_variables(cfg)
     connect(env, timeouts, device)
-    trainer = Trainer(cfg, args, env, device)
-    status = trainer.train()
+    trainer: Trainer | None = None
+
+    def where() -> str:
+        if trainer is None:
+            return "before the first step"
+        last = trainer.checkpoints.last
+        kept = f"; the last checkpoint is {last}, and training continues from it" if last else ""
+        return f"in step {trainer.step + 1}{kept}"
+
+    with explained_out_of_memory(cfg, env, device, where):
+        trainer = Trainer(cfg, args, env, device)
+        status = trainer.train()
     trainer.close()
     if env.world_size > 1:
         gather_rows([0.0])  # no rank leaves while another may still need it
