@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_npu.report import read_run, render
+
 from .conftest import Workspace, workspace_maker
 
 LINE = re.compile(
@@ -57,6 +59,10 @@ def test_one_process(make_workspace: Callable[..., Workspace], strategy: str) ->
     assert metrics[2]["mfu"] == pytest.approx(
         plan["flops_per_token"] * metrics[2]["tokens_per_second"] / plan["peak_flops"], rel=1e-12
     )
+
+    run = read_run(work.logs)
+    assert run.notes == [] and run.plan == plan
+    assert "llama3_debug" in render([run])
 
     last = result.stdout.strip().splitlines()[-1]
     assert str(work.checkpoints / "step-00000006") in last

@@ -29,12 +29,12 @@ def _config(**model: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_operations_are_those_of_the_matrix_products(tied: bool) -> None:
+@pytest.mark.parametrize("shape", [{}, {"tie_embeddings": True}, {"head_dim": 20}])
+def test_operations_are_those_of_the_matrix_products(shape: dict[str, Any]) -> None:
     """Against torch's own count of a forward: 2 per parameter and token, and 4 L H Q T for plain attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    cfg = _config(tie_embeddings=tied).model
+    cfg = _config(**shape).model
     model = build_model(cfg)
     tokens = torch.zeros(3, 32, dtype=torch.int64)
     counter = FlopCounterMode(display=False)
