@@ -75,6 +75,13 @@ RULES: tuple[Rule, ...] = (
         "choose a common divisor",
     ),
     Rule(
+        "training.z_loss_weight",
+        ("parallel.tp_degree",),
+        lambda weight, degree: weight == 0 or degree == 1,
+        "must be 0 where parallel.tp_degree is not 1 (not supported yet)",
+        "set one of them so",
+    ),
+    Rule(
         "parallel.reduce_dtype",
         ("parallel.strategy",),
         lambda dtype, strategy: dtype == "fp32" or strategy != "ddp",
@@ -141,6 +148,11 @@ HINTS: tuple[Hint, ...] = (
         ("training.lr_schedule", "training.min_lr"),
         lambda schedule, minimum: schedule == "constant" and minimum > 0,
         "training.lr_schedule is {}, so training.min_lr {} has no effect",
+    ),
+    Hint(
+        ("training.loss_chunk_tokens", "parallel.tp_degree"),
+        lambda chunk, degree: chunk > 0 and degree > 1,
+        "training.loss_chunk_tokens {} has no effect with parallel.tp_degree {}: each rank holds a part of all logits",
     ),
     Hint(
         ("data.append_eos", "data.eos_id"),

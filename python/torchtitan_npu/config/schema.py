@@ -121,6 +121,10 @@ class TrainingConfig:
     """Optimizer steps between log lines; step 1 is always logged."""
     resume: str = "auto"
     """auto continues from the newest complete checkpoint, none starts afresh, anything else is a checkpoint's path."""
+    loss_chunk_tokens: NonNegativeInt = 1024
+    """Tokens of a micro-batch whose logits are held at a time; 0 holds all logits. Same loss, less memory."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the squared log of the softmax's denominator, added to the loss of each token; 0 is off."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When to save, and how much to keep."""
 

@@ -93,8 +93,10 @@ def activation_bytes(cfg: Config) -> int:
 
     Per token and block, in the compute dtype: the inputs and outputs of both norms (4 M), queries and attention's
     output (with the rotation's copy, 3 M), keys and values (3 K D), and four vectors of the feed-forward width; plain
-    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype. The loss holds the
-    logits twice in fp32 and once in the compute dtype.
+    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype.
+
+    The loss holds the logits twice in fp32 and once in the compute dtype. In chunks it holds those of one chunk, twice
+    in fp32, and the gradients of its input and, in fp32 and for one chunk in the compute dtype, of the output matrix.
 
     Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (M) and of every
     second product, which are those of wq, wv, w1 and w2 (2 M + K D + F). The rest is there for one block at a time,
@@ -107,10 +109,21 @@ def activation_bytes(cfg: Config) -> int:
     per_token = width * (7 * model.dim + 3 * kv_dim + 4 * model.ffn_dim)
     if not model.use_flash_attention:
         per_token += training.seq_len * model.n_heads * (4 if width == 4 else 4 + width)
-    loss = model.vocab_size * (2 * 4 + width)
+    chunk = training.loss_chunk_tokens if cfg.parallel.tp_degree == 1 else 0
+    if chunk:
+        loss = _chunked_loss_bytes(min(chunk, tokens), tokens, model.dim, model.vocab_size, width)
+    else:
+        loss = tokens * model.vocab_size * (2 * 4 + width)
     if training.activation_checkpointing is False:
-        return tokens * (model.n_layers * per_token + loss)
+        return tokens * model.n_layers * per_token + loss
     kept = width * model.dim
     if training.activation_checkpointing == "selective":
         kept += width * (3 * model.dim + kv_dim + model.ffn_dim)
-    return tokens * (model.n_layers * kept + max(per_token, loss))
+    return tokens * model.n_layers * kept + max(tokens * per_token, loss)
+
+
+def _chunked_loss_bytes(chunk: int, tokens: int, dim: int, vocab_size: int, width: int) -> int:
+    """Peak of ``ops.linear_cross_entropy``: softmax of a chunk, or the product that its weight gradient is."""
+    gradients = width * tokens * dim + 4 * vocab_size * dim
+    product = 0 if width == 4 else width * vocab_size * dim
+    return gradients + max(2 * 4 * chunk * vocab_size, width * chunk * vocab_size + product)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -32,6 +33,10 @@ INITIAL_LOSS_SCALE = 2.0**16
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+Head = Callable[[Tensor, Tensor], Any]
+"""Takes the hidden states ``[B, T, M]`` and the output matrix ``[V, M]``, in the model's forward."""
+
+
 class ParallelModel(Protocol):
     """A model whose gradients, after backward, are the average over the ranks."""
 
@@ -44,8 +49,8 @@ class ParallelModel(Protocol):
     num_parameters: int
     """Of the whole model."""
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
-        """Logits ``[B, T, V]``; with ``documents``, attention stays inside them."""
+    def forward(self, tokens_BT: Tensor, documents: Documents | None, head: Head | None = None) -> Any:
+        """Logits ``[B, T, V]``, or what ``head`` makes of their factors; with ``documents``, attention stays inside."""
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
@@ -105,8 +110,8 @@ class ShardedModel:
         )
         self.module = cast(nn.Module, self._model)
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
-        return self._model(tokens_BT, documents)
+    def forward(self, tokens_BT: Tensor, documents: Documents | None, head: Head | None = None) -> Any:
+        return self._model(tokens_BT, documents, head)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -143,10 +148,10 @@ class ReplicatedModel:
         if cfg.parallel.reduce_dtype == "bf16":
             self._ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None, head: Head | None = None) -> Any:
         dtype = self._autocast_dtype
         with torch.autocast(self._device_type, dtype=dtype, enabled=dtype is not None):
-            return self._ddp(tokens_BT, documents)
+            return self._ddp(tokens_BT, documents, head)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if last else self._ddp.no_sync()

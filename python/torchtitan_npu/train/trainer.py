@@ -18,7 +18,7 @@ from torchtitan_npu.launch import Environment, gather_rows, together
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import estimate_memory
 from torchtitan_npu.train.checkpointing import Checkpointing
-from torchtitan_npu.train.loss import count_valid_labels, step_loss
+from torchtitan_npu.train.loss import StepLoss, count_valid_labels
 from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
@@ -195,14 +195,15 @@ class Trainer:
 
     def _accumulate_gradients(self, batches: list[Batch], valid_labels: int) -> float:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses in nats."""
+        loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        step_loss = StepLoss(self.cfg, valid_labels=valid_labels, dp_degree=self.dp_degree, loss_scale=loss_scale)
         losses = []
         for index, batch in enumerate(batches):
             inputs, labels = (t.to(self.device, non_blocking=True) for t in (batch.inputs, batch.labels))
             masked = self.cfg.data.document_mask
             documents = Documents.from_ids(batch.document_ids, self.device) if masked else None
             with self.model.micro_batch(last=index == len(batches) - 1):
-                logits_BTV = self.model.forward(inputs, documents)
-                scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.dp_degree)
+                scaled, total = step_loss(self.model, inputs, labels, documents)
                 self.scaler.scale(scaled).backward()
             losses.append(total)
         return sum(float(loss) for loss in losses)  # only now: each waits for the device
