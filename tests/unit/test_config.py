@@ -253,6 +253,11 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
         ({"training": {"seq_len": 1025}}, "training.seq_len", "1025 must be <= model.max_seq_len"),
         ({"training": {"min_lr": 1e-3}}, "training.min_lr", "0.001 must be <= training.learning_rate"),
         (
+            {"training": {"lr_schedule": "wsd"}},
+            "training.decay_steps",
+            "null (the default) must be a number where training.lr_schedule is wsd",
+        ),
+        (
             {"parallel": {"strategy": "ddp", "reduce_dtype": "bf16"}},
             "parallel.reduce_dtype",
             "'bf16' must be fp32 where parallel.strategy is ddp",
@@ -315,7 +320,7 @@ def test_hints() -> None:
     config = config_from_dict(
         small(
             model={"max_seq_len": 2048},
-            training={"lr_schedule": "constant", "min_lr": 1e-5, "warmup_steps": 101},
+            training={"lr_schedule": "constant", "min_lr": 1e-5, "warmup_steps": 101, "decay_steps": 7},
             parallel={"strategy": "ddp", "reshard_after_forward": True, "prefetch": 2},
             data={"eos_id": 257},
         )
@@ -325,8 +330,18 @@ def test_hints() -> None:
         "parallel.strategy is 'ddp', so parallel.reshard_after_forward true has no effect",
         "parallel.strategy is 'ddp', so parallel.prefetch 2 has no effect",
         "training.warmup_steps is 101, so training.max_steps 100 ends before the learning rate reaches its peak",
+        "training.lr_schedule is 'constant', so training.decay_steps 7 has no effect",
         "training.lr_schedule is 'constant', so training.min_lr 1e-05 has no effect",
         "data.append_eos is false, so data.eos_id 257 has no effect",
+    ]
+
+
+def test_hint_of_a_decay_that_does_not_fit() -> None:
+    training = {"lr_schedule": "wsd", "warmup_steps": 60, "decay_steps": 40}
+    assert config_from_dict(small(training=training)).warnings == []
+    assert config_from_dict(small(training=training | {"decay_steps": 41})).warnings == [
+        "training.lr_schedule is 'wsd' with training.warmup_steps 60 and training.decay_steps 41, more than "
+        "training.max_steps 100 together: the decay is shorter, and nothing is between the two"
     ]
 
 

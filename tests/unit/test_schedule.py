@@ -41,6 +41,30 @@ def test_cosine_is_above_linear_in_the_first_half() -> None:
     assert _rate(6, "linear", minimum=0.0) == pytest.approx(0.75)
 
 
+def _wsd(step: int, warmup_steps: int = 2, max_steps: int = 12, decay_steps: int = 4) -> float:
+    return learning_rate_at(
+        step,
+        peak=1.0,
+        minimum=0.2,
+        warmup_steps=warmup_steps,
+        max_steps=max_steps,
+        shape="wsd",
+        decay_steps=decay_steps,
+    )
+
+
+def test_warm_up_stable_decay() -> None:
+    """Up in 2 steps, level to step 8 = 12 - 4, then down by 0.8 / 4 a step."""
+    rates = [0.5, *[1.0] * 7, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert [_wsd(step) for step in range(1, 14)] == pytest.approx(rates)
+
+
+def test_decay_that_does_not_fit_starts_after_the_warm_up() -> None:
+    assert [_wsd(step, decay_steps=50) for step in (2, 7, 12)] == pytest.approx([1.0, 0.6, 0.2])
+    assert [_wsd(step, decay_steps=0) for step in (2, 12, 13)] == [1.0, 1.0, 1.0]
+    assert _wsd(12, warmup_steps=50) == 12 / 50
+
+
 def test_no_warm_up_and_warm_up_over_the_whole_run() -> None:
     assert _rate(1, "constant", warmup_steps=0) == 1.0
     assert _rate(12, warmup_steps=12) == 1.0

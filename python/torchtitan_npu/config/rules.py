@@ -75,6 +75,13 @@ RULES: tuple[Rule, ...] = (
         "choose a common divisor",
     ),
     Rule(
+        "training.decay_steps",
+        ("training.lr_schedule",),
+        lambda steps, schedule: steps is not None or schedule != "wsd",
+        "must be a number where training.lr_schedule is wsd",
+        "set it, to a tenth of training.max_steps for example",
+    ),
+    Rule(
         "training.z_loss_weight",
         ("parallel.tp_degree",),
         lambda weight, degree: weight == 0 or degree == 1,
@@ -143,6 +150,17 @@ HINTS: tuple[Hint, ...] = (
         ("training.warmup_steps", "training.max_steps"),
         lambda warmup, steps: warmup > steps,
         "training.warmup_steps is {}, so training.max_steps {} ends before the learning rate reaches its peak",
+    ),
+    Hint(  # likewise
+        ("training.lr_schedule", "training.warmup_steps", "training.decay_steps", "training.max_steps"),
+        lambda schedule, warmup, decay, steps: schedule == "wsd" and warmup <= steps < warmup + (decay or 0),
+        "training.lr_schedule is {} with training.warmup_steps {} and training.decay_steps {}, more than "
+        "training.max_steps {} together: the decay is shorter, and nothing is between the two",
+    ),
+    Hint(
+        ("training.lr_schedule", "training.decay_steps"),
+        lambda schedule, steps: schedule != "wsd" and steps is not None,
+        "training.lr_schedule is {}, so training.decay_steps {} has no effect",
     ),
     Hint(
         ("training.lr_schedule", "training.min_lr"),

@@ -99,8 +99,10 @@ class TrainingConfig:
     """Peak learning rate of AdamW."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at which the schedule ends."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay from `learning_rate` to `min_lr` after the warm-up; constant does not decay."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the decay from `learning_rate` to `min_lr` after the warm-up; constant does not decay, wsd at the end."""
+    decay_steps: NonNegativeInt | None = None
+    """Optimizer steps at the end over which wsd (warm-up, stable, decay) falls linearly to `min_lr`."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly."""
     weight_decay: NonNegativeFloat = 0.1

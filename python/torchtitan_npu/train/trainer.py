@@ -172,6 +172,7 @@ class Trainer:
             warmup_steps=training.warmup_steps,
             max_steps=training.max_steps,
             shape=training.lr_schedule,
+            decay_steps=training.decay_steps,
         )
         set_learning_rate(self.optimizer, learning_rate)
         self._update(step)
