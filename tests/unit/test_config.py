@@ -215,7 +215,7 @@ def test_values_become_the_declared_type(tmp_path: Path, key: str, value: str, e
         ("training.max_grad_norm", "big", "'big' is not a number or null"),
         ("training.resume", "3", "3 is not text"),
         ("training.resume", '""', "empty; leave the key out to use its default"),
-        ("training.lr_schedule", "cosin", "'cosin' is not one of cosine, linear, constant; did you mean cosine?"),
+        ("training.lr_schedule", "cosin", "'cosin' is not one of cosine, linear, constant, wsd; did you mean cosine?"),
         ("training.checkpoint", "5", "5 is not a section; put its keys below it, indented"),
         ("training.activation_checkpointing", "yes", "'yes' is not true or false or selective; write true, without"),
         ("model.name", "7", "7 is not text"),

@@ -100,7 +100,7 @@ class TrainingConfig:
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at which the schedule ends."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the decay from `learning_rate` to `min_lr` after the warm-up; constant does not decay, wsd at the end."""
+    """Decay from `learning_rate` to `min_lr` after the warm-up; constant has none, wsd is constant until near the end."""
     decay_steps: NonNegativeInt | None = None
     """Optimizer steps at the end over which wsd (warm-up, stable, decay) falls linearly to `min_lr`."""
     warmup_steps: NonNegativeInt = 0
