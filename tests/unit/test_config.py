@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchtitan_npu.config import (
     PRESETS,
     Config,
     ConfigError,
+    ParameterGroup,
     config_from_dict,
     configured_world_size,
     load_config,
@@ -510,3 +512,34 @@ def test_each_field_has_a_docstring() -> None:
     assert undocumented == []
     assert list(SECTIONS) == ["model", "training", "training.checkpoint", "parallel", "data"]
     assert all(set(values) == set(PRESET_FIELDS) for values in PRESETS.values())
+
+
+def test_parameter_groups(tmp_path: Path) -> None:
+    text = SMALL + "  parameter_groups:\n    - match: '*.bias'\n      weight_decay: 1e-3\n    - {match: 'a*'}\n"
+    file = tmp_path / "groups.yaml"
+    file.write_text(text)
+    config = load_config(file)
+    assert config.training.parameter_groups == (
+        ParameterGroup(match="*.bias", weight_decay=1e-3),
+        ParameterGroup(match="a*", learning_rate_scale=1.0, weight_decay=None),
+    )
+    assert config_from_dict(json.loads(json.dumps(to_dict(config)))).training == config.training
+    flag = ["--training.parameter_groups", "[{match: b, learning_rate_scale: 2}]"]
+    assert load_config(file, flag).training.parameter_groups == (ParameterGroup(match="b", learning_rate_scale=2.0),)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("text", "'text' is not a list, each item a mapping of match, learning_rate_scale, weight_decay"),
+        ("[x]", "item 1: 'x' is not a mapping of match, learning_rate_scale, weight_decay"),
+        ("[{match: a}, {}]", "item 2: {} lacks match"),
+        ("[{match: a, weightdecay: 1}]", "item 1: unknown key 'weightdecay'; did you mean weight_decay?"),
+        ("[{match: a, 7: 1}]", "item 1: unknown key 7; valid: match, learning_rate_scale, weight_decay"),
+        ("[{match: a, learning_rate_scale: -1}]", "item 1: learning_rate_scale: -1.0 is out of range; it must be >= 0"),
+        ("[{match: '', weight_decay: 1}]", "item 1: match: empty; leave the key out to use its default"),
+    ],
+)
+def test_bad_parameter_groups(tmp_path: Path, value: str, message: str) -> None:
+    found = problems(tmp_path, SMALL, f"--training.parameter_groups={value}")
+    assert found == {"--training.parameter_groups": message}

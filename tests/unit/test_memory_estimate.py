@@ -11,8 +11,9 @@ import torch
 from torchtitan_npu.config import config_from_dict
 from torchtitan_npu.fsdp import recompute_activations
 from torchtitan_npu.models import build_model
-from torchtitan_npu.planning.memory import activation_bytes
+from torchtitan_npu.planning.memory import activation_bytes, estimate_memory
 from torchtitan_npu.train.loss import StepLoss
+from torchtitan_npu.train.optimizer import build_optimizer
 
 SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 160, "vocab_size": 64, "max_seq_len": 128, "n_layers": 8}
 
@@ -68,3 +69,21 @@ def test_chunked_loss_keeps_no_logits(mode: Any) -> None:
     assert plain - measured == pytest.approx(512 * 64 * 8 - kept, abs=4096)
     if mode is False:
         assert plain_estimate - estimate == 512 * 64 * 12 - (kept + 64 * 64 * 8)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("training", "copies"), [({}, 2), ({"optimizer": "sgd"}, 1), ({"optimizer": "sgd", "momentum": 0}, 0)]
+)
+def test_optimizer_state(strategy: str, training: dict[str, Any], copies: int) -> None:
+    """What the optimizer that is built for the model holds, per parameter."""
+    training = {"learning_rate": 1e-3, "max_steps": 1, "seq_len": 128} | training
+    config = config_from_dict(
+        {"model": {"name": "llama3_debug", **SIZES}, "training": training, "parallel": {"strategy": strategy}}
+    )
+    estimate = estimate_memory(config, 1)
+    assert estimate.optimizer == copies * estimate.parameters
+    model = build_model(config.model)
+    optimizer = build_optimizer(model.named_parameters(), frozenset(), config)
+    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim)
+    assert held == copies * sum(p.nbytes for p in model.parameters())

@@ -158,6 +158,16 @@ HINTS: tuple[Hint, ...] = (
         "training.max_steps {} together: the decay is shorter, and nothing is between the two",
     ),
     Hint(
+        ("training.optimizer", "training.momentum"),
+        lambda optimizer, momentum: optimizer != "sgd" and momentum != 0.9,
+        "training.optimizer is {}, so training.momentum {} has no effect",
+    ),
+    Hint(
+        ("training.optimizer", "training.betas"),
+        lambda optimizer, betas: optimizer != "adamw" and betas != (0.9, 0.95),
+        "training.optimizer is {}, so training.betas {} has no effect",
+    ),
+    Hint(
         ("training.lr_schedule", "training.decay_steps"),
         lambda schedule, steps: schedule != "wsd" and steps is not None,
         "training.lr_schedule is {}, so training.decay_steps {} has no effect",

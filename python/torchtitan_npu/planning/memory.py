@@ -27,7 +27,7 @@ class MemoryEstimate:
     gradients: int
     """fp32, one per parameter."""
     optimizer: int
-    """AdamW's two moments, fp32."""
+    """The optimizer's state, fp32: AdamW's two moments or SGD's momentum."""
     buffers: int
     """Gathered parameters and communication buffers."""
     activations: int
@@ -66,7 +66,7 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
         return MemoryEstimate(
             parameters=plan.parameter_bytes,
             gradients=plan.gradient_bytes,
-            optimizer=2 * plan.parameter_bytes,
+            optimizer=_moments(cfg) * plan.parameter_bytes,
             buffers=plan.arena_bytes,
             activations=activations,
         )
@@ -75,7 +75,16 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     size = sum(4 * parameter.numel() for parameter in model.parameters())
     # DDP's gradients are views of its buckets; autocast keeps a 16-bit copy of every matrix during a step.
     copies = size // 2 if cfg.parallel.dtype != "fp32" else 0
-    return MemoryEstimate(parameters=size, gradients=size, optimizer=2 * size, buffers=copies, activations=activations)
+    return MemoryEstimate(
+        parameters=size, gradients=size, optimizer=_moments(cfg) * size, buffers=copies, activations=activations
+    )
+
+
+def _moments(cfg: Config) -> int:
+    """Values that the optimizer keeps per parameter."""
+    if cfg.training.optimizer == "sgd":
+        return 1 if cfg.training.momentum else 0
+    return 2
 
 
 def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from torchtitan_npu.config import Config
+from torchtitan_npu.config import Config, match_parameter_groups
 from torchtitan_npu.models import build_model
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import fsdp_options
@@ -70,9 +70,13 @@ def parallelize(cfg: Config, device: torch.device) -> ParallelModel:
     """Build and initialise the model that ``cfg`` describes, on ``device``. Collective.
 
     It is built without memory first; FSDP shards it and then fills the shards, so no rank ever holds the whole model.
+
+    Raises:
+        ConfigError: an item of ``training.parameter_groups`` has no parameters.
     """
     with torch.device("meta"):
         model = build_model(cfg.model)
+    match_parameter_groups(cfg, [name for name, _ in model.named_parameters()])  # before anything that takes time
     if cfg.parallel.strategy == "ddp":
         return ReplicatedModel(model, cfg, device)
     return ShardedModel(model, cfg, device)

@@ -64,7 +64,7 @@ class Trainer:
         self.model = parallelize(cfg, device)
         # From here on the random state belongs to training; initialisation must not shift it.
         torch.manual_seed(cfg.training.seed + env.rank)
-        self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg.training)
+        self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg)
         self.scaler = make_scaler(cfg, self.model)
         log_header(
             cfg,
