@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from torchtitan_npu.config import Config, match_parameter_groups
 from torchtitan_npu.models import build_model
@@ -58,7 +58,10 @@ class ParallelModel(Protocol):
         ...
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Scale the gradients down to a global 2-norm of ``max_norm``; return the norm before. Collective."""
+        """Scale the gradients down to a global 2-norm of ``max_norm``; return the norm before. Collective.
+
+        A norm that is not finite leaves them as they are, so that one can see which ones are to blame.
+        """
         ...
 
     def communication_seconds(self) -> float | None:
@@ -121,7 +124,12 @@ class ShardedModel:
         return contextlib.nullcontext()
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        return float(self._model.clip_grad_norm_(math.inf if max_norm is None else max_norm))
+        from torchtitan_npu.fsdp.clip import grad_norm, scale_gradients
+
+        norm = grad_norm(self._model)
+        if max_norm is not None and math.isfinite(norm):
+            scale_gradients(self._model, max_norm, norm)
+        return float(norm)
 
     def communication_seconds(self) -> float | None:
         return self._model.communication_seconds()
@@ -161,7 +169,11 @@ class ReplicatedModel:
         return contextlib.nullcontext() if last else self._ddp.no_sync()
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        return float(clip_grad_norm_(self.module.parameters(), math.inf if max_norm is None else max_norm))
+        parameters = list(self.module.parameters())
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if max_norm is not None and math.isfinite(norm):
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return float(norm)
 
     def communication_seconds(self) -> float | None:
         return None

@@ -21,6 +21,7 @@ from torchtitan_npu.train.checkpointing import Checkpointing
 from torchtitan_npu.train.loss import StepLoss, count_valid_labels
 from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
+from torchtitan_npu.train.nonfinite import describe_nonfinite_gradients
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
 from torchtitan_npu.train.parallelize import make_scaler, parallelize
 from torchtitan_npu.train.resume import choose_checkpoint, compare_configuration
@@ -235,7 +236,9 @@ class Trainer:
         bad_norm = [] if overflow else [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
         if not bad_loss and not bad_norm:
             return
-        what = f"the loss on rank(s) {bad_loss}" if bad_loss else "the gradient (every loss is finite)"
+        what = f"the loss on rank(s) {bad_loss}"
+        if not bad_loss:
+            what = f"the gradient (every loss is finite; {describe_nonfinite_gradients(self.model.module)})"
         self.checkpoints.settle()
         last = self.checkpoints.last
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
