@@ -47,18 +47,6 @@ def test_chunks_change_no_loss(make_workspace: Callable[..., Workspace], flags: 
             assert got == pytest.approx(expected, rel=tolerance)
 
 
-def test_chunks_on_two_ranks(make_workspace: Callable[..., Workspace]) -> None:
-    runs = [
-        make_workspace(chunk, "--training.loss_chunk_tokens", chunk, "--training.max_steps", "3")
-        for chunk in ("0", "24")
-    ]
-    for run in runs:
-        result = run.train(ranks=2)
-        assert result.returncode == 0, result.stderr
-    for got, expected in zip(runs[1].losses(), runs[0].losses(), strict=True):
-        assert got == pytest.approx(expected, rel=2e-6)
-
-
 def test_z_loss_is_not_in_the_logged_loss(make_workspace: Callable[..., Workspace]) -> None:
     """The first step's loss is that of the same weights; its gradient is another, and so are the next losses."""
     without, with_z = make_workspace("without"), make_workspace("with", "--training.z_loss_weight", "0.1")

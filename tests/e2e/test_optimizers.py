@@ -88,14 +88,3 @@ def test_parameter_groups(make_workspace: Callable[..., Workspace], capfd: pytes
     for mode in ((), ("--dry_run",)):
         assert train_main(wrong.arguments(*mode)) != 0
         assert "training.parameter_groups: item 1: match: 'layers.2.*' matches no parameter" in capfd.readouterr().err
-
-
-def test_sgd_on_two_ranks(make_workspace: Callable[..., Workspace]) -> None:
-    """The same losses as one rank with twice the micro-batches."""
-    one, two = make_workspace("one", *SGD), make_workspace("two", *SGD)
-    one.flags += ["--training.gradient_accumulation_steps", "4"]
-    assert train_main(one.arguments()) == 0
-    result = two.train(ranks=2)
-    assert result.returncode == 0, result.stderr
-    for got, expected in zip(two.losses(), one.losses(), strict=True):
-        assert got == pytest.approx(expected, rel=1e-5)
