@@ -68,7 +68,7 @@ class Worker:
         import torchtitan_npu
         from torchtitan_npu.checkpoint import CheckpointStore, Saver
         from torchtitan_npu.checkpoint.snapshot import Snapshot
-        from torchtitan_npu.checkpoint.tensors import collect, initialize_adamw_state
+        from torchtitan_npu.checkpoint.tensors import collect, initialize_optimizer_state
 
         torch.set_num_threads(1)
         init_gloo(spec)
@@ -82,7 +82,7 @@ class Worker:
 
         def optimizer(wrapped: nn.Module) -> torch.optim.AdamW:
             made = torch.optim.AdamW(wrapped.parameters())
-            initialize_adamw_state(made)
+            initialize_optimizer_state(made)
             return made
 
         theirs, mesh = model(), init_device_mesh("cpu", (dist.get_world_size(),))

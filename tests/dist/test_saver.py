@@ -11,7 +11,7 @@ import torch.distributed as dist
 from twin import SmallModel, next_token_loss, tokens_for
 
 from torchtitan_npu.checkpoint import CheckpointError, CheckpointStore, Saver, TrainState, load, random_state, writer
-from torchtitan_npu.checkpoint.tensors import collect, initialize_adamw_state
+from torchtitan_npu.checkpoint.tensors import collect, initialize_optimizer_state
 from torchtitan_npu.fsdp import FSDP
 from torchtitan_npu.train.resume import choose_checkpoint
 
@@ -25,7 +25,7 @@ class Run:
         torch.manual_seed(3)
         self.model: Any = FSDP(SmallModel())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        initialize_adamw_state(self.optimizer)
+        initialize_optimizer_state(self.optimizer)
         self.store = CheckpointStore(Path(path))
         if dist.get_rank() == 0:
             self.store.prepare()

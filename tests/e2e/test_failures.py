@@ -15,6 +15,7 @@ import torch
 
 from torchtitan_npu.cli import train_main
 from torchtitan_npu.models import Llama
+from torchtitan_npu.train import Trainer
 
 from .conftest import Workspace
 
@@ -164,6 +165,32 @@ def test_not_a_number_stops_all_ranks_before_the_update(
     assert [record["step"] for record in metrics] == [1]
     assert math.isfinite(metrics[0]["loss"])
     assert list(work.checkpoints.iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_gradient_that_is_not_finite_is_named(
+    make_workspace: Callable[..., Workspace],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    strategy: str,
+) -> None:
+    """At step 2 one element of one gradient is infinite: the message names its parameter and no other."""
+    work = make_workspace("inf", "--parallel.strategy", strategy, "--training.checkpoint.save_interval", "1")
+    accumulate = Trainer._accumulate_gradients
+
+    def spoil(trainer: Trainer, batches: Any, valid_labels: int) -> float:
+        loss = accumulate(trainer, batches, valid_labels)
+        if trainer.step == 1:
+            parameter = dict(trainer.model.module.named_parameters())["layers.1.attention.wq.weight"]
+            assert parameter.grad is not None
+            parameter.grad[3, 5] = math.inf
+        return loss
+
+    monkeypatch.setattr(Trainer, "_accumulate_gradients", spoil)
+    assert train_main(work.arguments()) == 1
+    error = capfd.readouterr().err
+    assert "step 2: the gradient (every loss is finite; layers.1.attention.wq.weight (infinite)) is not finite" in error
+    assert f"the last checkpoint is {work.checkpoints / 'step-00000001'}" in error
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

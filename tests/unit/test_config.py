@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchtitan_npu.config import (
     PRESETS,
     Config,
     ConfigError,
+    ParameterGroup,
     config_from_dict,
     configured_world_size,
     load_config,
@@ -214,7 +216,7 @@ def test_values_become_the_declared_type(tmp_path: Path, key: str, value: str, e
         ("training.max_grad_norm", "big", "'big' is not a number or null"),
         ("training.resume", "3", "3 is not text"),
         ("training.resume", '""', "empty; leave the key out to use its default"),
-        ("training.lr_schedule", "cosin", "'cosin' is not one of cosine, linear, constant; did you mean cosine?"),
+        ("training.lr_schedule", "cosin", "'cosin' is not one of cosine, linear, constant, wsd; did you mean cosine?"),
         ("training.checkpoint", "5", "5 is not a section; put its keys below it, indented"),
         ("training.activation_checkpointing", "yes", "'yes' is not true or false or selective; write true, without"),
         ("model.name", "7", "7 is not text"),
@@ -252,6 +254,11 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
         ),
         ({"training": {"seq_len": 1025}}, "training.seq_len", "1025 must be <= model.max_seq_len"),
         ({"training": {"min_lr": 1e-3}}, "training.min_lr", "0.001 must be <= training.learning_rate"),
+        (
+            {"training": {"lr_schedule": "wsd"}},
+            "training.decay_steps",
+            "null (the default) must be a number where training.lr_schedule is wsd",
+        ),
         (
             {"parallel": {"strategy": "ddp", "reduce_dtype": "bf16"}},
             "parallel.reduce_dtype",
@@ -337,7 +344,7 @@ def test_hints() -> None:
     config = config_from_dict(
         small(
             model={"max_seq_len": 2048},
-            training={"lr_schedule": "constant", "min_lr": 1e-5, "warmup_steps": 101},
+            training={"lr_schedule": "constant", "min_lr": 1e-5, "warmup_steps": 101, "decay_steps": 7},
             parallel={"strategy": "ddp", "reshard_after_forward": True, "prefetch": 2},
             data={"eos_id": 257},
         )
@@ -347,8 +354,18 @@ def test_hints() -> None:
         "parallel.strategy is 'ddp', so parallel.reshard_after_forward true has no effect",
         "parallel.strategy is 'ddp', so parallel.prefetch 2 has no effect",
         "training.warmup_steps is 101, so training.max_steps 100 ends before the learning rate reaches its peak",
+        "training.lr_schedule is 'constant', so training.decay_steps 7 has no effect",
         "training.lr_schedule is 'constant', so training.min_lr 1e-05 has no effect",
         "data.append_eos is false, so data.eos_id 257 has no effect",
+    ]
+
+
+def test_hint_of_a_decay_that_does_not_fit() -> None:
+    training = {"lr_schedule": "wsd", "warmup_steps": 60, "decay_steps": 40}
+    assert config_from_dict(small(training=training)).warnings == []
+    assert config_from_dict(small(training=training | {"decay_steps": 41})).warnings == [
+        "training.lr_schedule is 'wsd' with training.warmup_steps 60 and training.decay_steps 41, more than "
+        "training.max_steps 100 together: the decay is shorter, and nothing is between the two"
     ]
 
 
@@ -518,3 +535,34 @@ def test_each_field_has_a_docstring() -> None:
     assert undocumented == []
     assert list(SECTIONS) == ["model", "training", "training.checkpoint", "parallel", "data", "validation", "profile"]
     assert all(set(values) == set(PRESET_FIELDS) for values in PRESETS.values())
+
+
+def test_parameter_groups(tmp_path: Path) -> None:
+    text = SMALL + "  parameter_groups:\n    - match: '*.bias'\n      weight_decay: 1e-3\n    - {match: 'a*'}\n"
+    file = tmp_path / "groups.yaml"
+    file.write_text(text)
+    config = load_config(file)
+    assert config.training.parameter_groups == (
+        ParameterGroup(match="*.bias", weight_decay=1e-3),
+        ParameterGroup(match="a*", learning_rate_scale=1.0, weight_decay=None),
+    )
+    assert config_from_dict(json.loads(json.dumps(to_dict(config)))).training == config.training
+    flag = ["--training.parameter_groups", "[{match: b, learning_rate_scale: 2}]"]
+    assert load_config(file, flag).training.parameter_groups == (ParameterGroup(match="b", learning_rate_scale=2.0),)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("text", "'text' is not a list, each item a mapping of match, learning_rate_scale, weight_decay"),
+        ("[x]", "item 1: 'x' is not a mapping of match, learning_rate_scale, weight_decay"),
+        ("[{match: a}, {}]", "item 2: {} lacks match"),
+        ("[{match: a, weightdecay: 1}]", "item 1: unknown key 'weightdecay'; did you mean weight_decay?"),
+        ("[{match: a, 7: 1}]", "item 1: unknown key 7; valid: match, learning_rate_scale, weight_decay"),
+        ("[{match: a, learning_rate_scale: -1}]", "item 1: learning_rate_scale: -1.0 is out of range; it must be >= 0"),
+        ("[{match: '', weight_decay: 1}]", "item 1: match: empty; leave the key out to use its default"),
+    ],
+)
+def test_bad_parameter_groups(tmp_path: Path, value: str, message: str) -> None:
+    found = problems(tmp_path, SMALL, f"--training.parameter_groups={value}")
+    assert found == {"--training.parameter_groups": message}

@@ -14,20 +14,31 @@ _MODEL = "model."
 _OPTIMIZER = "optimizer."
 
 
-def initialize_adamw_state(optimizer: torch.optim.AdamW) -> None:
-    """Give every parameter the state that AdamW would create at its first step.
+def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter of an AdamW or SGD the state that it would create at its first step.
 
     Memory then does not grow at step 1, and a checkpoint can be loaded into an optimizer that has not stepped.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    # Where the fused kernel reads it.
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+            if not optimizer.state.get(parameter):
+                state = _new_state(optimizer, group, parameter)
+                if state:
+                    optimizer.state[parameter] = state
+
+
+def _new_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    if isinstance(optimizer, torch.optim.SGD):
+        # Without dampening, zeros become the first gradient, which is what SGD itself starts from.
+        assert group["dampening"] == 0
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+    assert isinstance(optimizer, torch.optim.AdamW), type(optimizer)
+    return {
+        # The fused kernel reads it on the parameter's device, the others on the CPU.
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
 
 
 def is_optimizer_state(name: str) -> bool:
@@ -48,7 +59,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool
 
         states = optimizer_state_dict(model, optimizer)["state"]
     else:
-        states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+        states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
     flat: dict[str, Any] = {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
     for name, state in states.items():
         for key, value in state.items():

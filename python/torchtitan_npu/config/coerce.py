@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .bounds import Bounds
 
@@ -32,9 +33,18 @@ def show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        value = list(value)
+        value = plain(value)
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def plain(value: Any) -> Any:
+    """A value of a key as YAML and JSON have it: lists for tuples, mappings for dataclasses."""
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
 
 
 def _members(declared: Any) -> tuple[Any, ...]:
@@ -52,11 +62,20 @@ def describe(declared: Any) -> str:
     if get_origin(declared) is Literal:
         choices = get_args(declared)
         return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if dataclasses.is_dataclass(declared):
+        return f"a mapping of {', '.join(field.name for field in dataclasses.fields(declared))}"
+    if is_list(declared):
+        return f"a list, each item {describe(get_args(declared)[0])}"
     if get_origin(declared) is tuple:
         items = get_args(declared)
         return "a list of numbers" if items[-1] is Ellipsis else f"a list of {len(items)} numbers"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return words[declared]
+
+
+def is_list(declared: Any) -> bool:
+    """Whether the type is a list of any length: ``tuple[X, ...]``."""
+    return get_origin(declared) is tuple and get_args(declared)[-1] is Ellipsis
 
 
 def bounds_of(declared: Any) -> Bounds | None:
@@ -88,6 +107,10 @@ def coerce(value: object, declared: Any) -> Any:
         return converted
     if get_origin(declared) is Literal:
         return _coerce_choice(value, declared)
+    if dataclasses.is_dataclass(declared):
+        return _coerce_mapping(value, declared)
+    if is_list(declared):
+        return _coerce_list(value, declared)
     if get_origin(declared) is tuple:
         return _coerce_tuple(value, declared)
     return _SCALARS[declared](value)
@@ -126,6 +149,39 @@ def _coerce_tuple(value: object, declared: Any) -> tuple[Any, ...]:
     if len(value) != len(items):
         raise _refuse(value, declared)
     return tuple(coerce(item, item_type) for item, item_type in zip(value, items, strict=True))
+
+
+def _coerce_list(value: object, declared: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _refuse(value, declared)
+    items = []
+    for index, item in enumerate(value):
+        try:
+            items.append(coerce(item, get_args(declared)[0]))
+        except Mismatch as mismatch:
+            raise type(mismatch)(f"item {index + 1}: {mismatch}") from mismatch
+    return tuple(items)
+
+
+def _coerce_mapping(value: object, declared: Any) -> Any:
+    """A dataclass of the mapping's values; unlike sections, the first problem is all that is reported."""
+    if not isinstance(value, dict):
+        raise _refuse(value, declared)
+    types_by_name = get_type_hints(declared, include_extras=True)
+    given = {}
+    for name, item in value.items():
+        if name not in types_by_name:
+            close = difflib.get_close_matches(str(name), types_by_name, n=1)
+            known = f"did you mean {close[0]}?" if close else f"valid: {', '.join(types_by_name)}"
+            raise Mismatch(f"unknown key {show(name)}; {known}")
+        try:
+            given[name] = coerce(item, types_by_name[name])
+        except Mismatch as mismatch:
+            raise type(mismatch)(f"{name}: {mismatch}") from mismatch
+    for field in dataclasses.fields(declared):
+        if field.name not in given and field.default is dataclasses.MISSING:
+            raise Mismatch(f"{show(value)} lacks {field.name}")
+    return declared(**given)
 
 
 def _coerce_int(value: object) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .coerce import Mismatch, coerce, show
+from .coerce import Mismatch, coerce, plain, show
 from .errors import ConfigError, Problem
 from .keys import KEYS, NO_DEFAULT, SECTIONS, fields_with_types, unknown_key
 from .overrides import parse_overrides
@@ -42,15 +41,6 @@ def to_dict(config: Config) -> dict[str, Any]:
 
     Loading it again gives an equal :class:`Config`.
     """
-
-    def plain(section: Any) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
-            if dataclasses.is_dataclass(value):
-                value = plain(value)
-            result[field.name] = list(value) if isinstance(value, tuple) else value
-        return result
 
     return {name: plain(getattr(config, name)) for name in SECTIONS if "." not in name}
 

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
 
-from .coerce import bounds_of, describe, show
-from .keys import KEYS, NO_DEFAULT, SECTIONS, Key, members
+from .coerce import bounds_of, describe, is_list, show
+from .keys import KEYS, NO_DEFAULT, SECTIONS, Key, fields_with_types, members
 from .presets import PRESET_FIELDS, PRESETS
 from .rules import RULES
 from .schema import PRESET
@@ -36,17 +37,35 @@ combinations that cannot work are errors; all problems of a file are reported to
 """
 
 
+_COLUMNS = "| key | type | default | rule | meaning |\n|---|---|---|---|---|\n"
+
+
 def render_reference() -> str:
     """The whole page in Markdown."""
     parts = [_HEAD]
     for section, cls in SECTIONS.items():
-        docs = _field_docs(cls)
-        parts.append(f"\n## `{section}`\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|\n")
-        for name in members(section):
-            if name in KEYS:
-                key, leaf = KEYS[name], name.rpartition(".")[2]
-                parts.append(f"| `{leaf}` | {_type(key)} | {_default(key)} | {_rules(key)} | {docs[leaf]} |\n")
+        parts.append(f"\n## `{section}`\n\n{_COLUMNS}")
+        parts += _rows(cls, [KEYS[name] for name in members(section) if name in KEYS])
+    for name, key in KEYS.items():
+        if is_list(key.type):
+            parts.append(f"\n## An item of `{name}`\n\n{_COLUMNS}")
+            parts += _item_rows(get_args(key.type)[0])
     return "".join([*parts, _presets()])
+
+
+def _rows(cls: type, keys: list[Key]) -> Iterator[str]:
+    docs = _field_docs(cls)
+    for key in keys:
+        leaf = key.name.rpartition(".")[2]
+        yield f"| `{leaf}` | {_type(key)} | {_default(key)} | {_rules(key)} | {docs[leaf]} |\n"
+
+
+def _item_rows(cls: type) -> Iterator[str]:
+    keys = []
+    for field, declared in fields_with_types(cls):
+        default = NO_DEFAULT if field.default is dataclasses.MISSING else field.default
+        keys.append(Key(field.name, declared, default))
+    return _rows(cls, keys)
 
 
 def _field_docs(cls: type) -> dict[str, str]:

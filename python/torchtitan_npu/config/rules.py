@@ -113,6 +113,20 @@ RULES: tuple[Rule, ...] = (
         "change one of them",
     ),
     Rule(
+        "training.decay_steps",
+        ("training.lr_schedule",),
+        lambda steps, schedule: steps is not None or schedule != "wsd",
+        "must be a number where training.lr_schedule is wsd",
+        "set it, to a tenth of training.max_steps for example",
+    ),
+    Rule(
+        "training.z_loss_weight",
+        ("parallel.tp_degree",),
+        lambda weight, degree: weight == 0 or degree == 1,
+        "must be 0 where parallel.tp_degree is not 1 (not supported yet)",
+        "set one of them so",
+    ),
+    Rule(
         "parallel.reduce_dtype",
         ("parallel.strategy",),
         lambda dtype, strategy: dtype == "fp32" or strategy != "ddp",
@@ -208,6 +222,27 @@ HINTS: tuple[Hint, ...] = (
         lambda warmup, steps: warmup > steps,
         "training.warmup_steps is {}, so training.max_steps {} ends before the learning rate reaches its peak",
     ),
+    Hint(  # likewise
+        ("training.lr_schedule", "training.warmup_steps", "training.decay_steps", "training.max_steps"),
+        lambda schedule, warmup, decay, steps: schedule == "wsd" and warmup <= steps < warmup + (decay or 0),
+        "training.lr_schedule is {} with training.warmup_steps {} and training.decay_steps {}, more than "
+        "training.max_steps {} together: the decay is shorter, and nothing is between the two",
+    ),
+    Hint(
+        ("training.optimizer", "training.momentum"),
+        lambda optimizer, momentum: optimizer != "sgd" and momentum != 0.9,
+        "training.optimizer is {}, so training.momentum {} has no effect",
+    ),
+    Hint(
+        ("training.optimizer", "training.betas"),
+        lambda optimizer, betas: optimizer != "adamw" and betas != (0.9, 0.95),
+        "training.optimizer is {}, so training.betas {} has no effect",
+    ),
+    Hint(
+        ("training.lr_schedule", "training.decay_steps"),
+        lambda schedule, steps: schedule != "wsd" and steps is not None,
+        "training.lr_schedule is {}, so training.decay_steps {} has no effect",
+    ),
     Hint(
         ("training.lr_schedule", "training.min_lr"),
         lambda schedule, minimum: schedule == "constant" and minimum > 0,
@@ -217,6 +252,11 @@ HINTS: tuple[Hint, ...] = (
         ("profile.start", "training.max_steps", "profile.steps"),
         lambda start, max_steps, steps: steps > 0 and start > max_steps,
         "profile.start is {}, after the end of training (training.max_steps {}), so profile.steps {} has no effect",
+    ),
+    Hint(
+        ("training.loss_chunk_tokens", "parallel.tp_degree"),
+        lambda chunk, degree: chunk > 0 and degree > 1,
+        "training.loss_chunk_tokens {} has no effect with parallel.tp_degree {}: each rank holds a part of all logits",
     ),
     Hint(
         ("data.append_eos", "data.eos_id"),

@@ -93,6 +93,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """One item of ``training.parameter_groups``: what is different for the parameters that it matches."""
+
+    match: str
+    """A parameter's name, or several by `*`, `?` and `[...]` as in file names: `layers.*.attention.w[qk].weight`."""
+    learning_rate_scale: NonNegativeFloat = 1.0
+    """Factor of the learning rate at every step; 0 does not train the parameters (weight decay included)."""
+    weight_decay: NonNegativeFloat | None = None
+    """In place of `training.weight_decay`, on parameters of any shape; null changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """The section ``training``: batch, optimizer, schedule, and the run's length."""
 
@@ -103,17 +115,27 @@ class TrainingConfig:
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step. Global batch = batch_size x data-parallel degree x this, in sequences."""
     learning_rate: PositiveFloat
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at which the schedule ends."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay from `learning_rate` to `min_lr` after the warm-up; constant does not decay."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Decay from `learning_rate` to `min_lr` after the warm-up; constant has none, wsd only at the end."""
+    decay_steps: NonNegativeInt | None = None
+    """Optimizer steps at the end over which wsd (warm-up, stable, decay) falls linearly to `min_lr`."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly."""
     weight_decay: NonNegativeFloat = 0.1
-    """AdamW's weight decay; never on norms, biases and other 1-D parameters."""
+    """Weight decay; never on norms, biases and other 1-D parameters. AdamW's is decoupled, sgd adds it to gradients."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (two fp32 moments per parameter) or stochastic gradient descent (one, or none without `momentum`)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
+    momentum: Fraction = 0.9
+    """The decay rate of sgd's momentum; 0 keeps none."""
+    optimizer_impl: Literal["fused", "foreach"] = "fused"
+    """One kernel for the whole update, or a kernel per operation; they round differently, foreach needs more memory."""
+    parameter_groups: tuple[ParameterGroup, ...] = ()
+    """Other settings for some parameters, by name; of those that match one, the first counts."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global 2-norm; null is off."""
     max_steps: PositiveInt
@@ -128,6 +150,10 @@ class TrainingConfig:
     """Optimizer steps between log lines; step 1 is always logged."""
     resume: str = "auto"
     """auto continues from the newest complete checkpoint, none starts afresh, anything else is a checkpoint's path."""
+    loss_chunk_tokens: NonNegativeInt = 1024
+    """Tokens of a micro-batch whose logits are held at a time; 0 holds all logits. Same loss, less memory."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the squared log of the softmax's denominator, added to the loss of each token; 0 is off."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When to save, and how much to keep."""
 

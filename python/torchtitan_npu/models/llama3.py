@@ -8,7 +8,8 @@ Letters of the shape suffixes:
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -130,16 +131,23 @@ class Llama(nn.Module):
             if reset is not None:
                 reset()
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        documents: Documents | None = None,
+        head: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
         """Logits of the next token.
 
         Args:
             tokens_BT: int64 ``[B, T]`` in ``[0, V)``, T at most ``max_seq_len``.
             documents: keep attention inside them. Positions still count from the beginning of the row: attention
                 depends on the distance of two positions alone.
+            head: called with the last norm's result ``[B, T, M]`` and the output matrix ``[V, M]`` instead of
+                multiplying them: a loss that never holds all logits. Inside forward, where the matrix is whole.
 
         Returns:
-            ``[B, T, V]`` in the dtype of the parameters (under autocast, in autocast's).
+            ``[B, T, V]`` in the dtype of the parameters (under autocast, in autocast's), or what ``head`` returned.
 
         Raises:
             ValueError: T is larger than ``max_seq_len``.
@@ -151,4 +159,6 @@ class Llama(nn.Module):
         for layer in self.layers:
             x_BTM = layer(x_BTM, self.rope, documents)
         x_BTM = self.norm(x_BTM)
+        if head is not None:
+            return head(x_BTM, self.tok_embeddings.weight if self.output is None else self.output.weight)
         return F.linear(x_BTM, self.tok_embeddings.weight) if self.output is None else self.output(x_BTM)

@@ -29,3 +29,12 @@ def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     )
     # The same value on all tensor-parallel ranks.
     return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def z_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Sum of ``logsumexp(logits)²`` over the labels that are not ``IGNORE_INDEX`` (PaLM, arXiv:2204.02311, section 5).
+
+    It keeps the softmax's denominator near 1, and with it the logits small. Arguments and result as ``cross_entropy``.
+    """
+    lse_BT = logits_BTV.float().logsumexp(dim=-1)
+    return lse_BT.square().masked_fill(labels_BT == IGNORE_INDEX, 0.0).sum()

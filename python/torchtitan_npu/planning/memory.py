@@ -28,7 +28,7 @@ class MemoryEstimate:
     gradients: int
     """fp32, one per parameter."""
     optimizer: int
-    """AdamW's two moments, fp32."""
+    """The optimizer's state, fp32: AdamW's two moments or SGD's momentum."""
     buffers: int
     """Gathered parameters and communication buffers."""
     activations: int
@@ -67,7 +67,7 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
         return MemoryEstimate(
             parameters=plan.parameter_bytes,
             gradients=plan.gradient_bytes,
-            optimizer=2 * plan.parameter_bytes,
+            optimizer=_moments(cfg) * plan.parameter_bytes,
             buffers=plan.arena_bytes,
             activations=activations,
         )
@@ -76,7 +76,16 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     size = sum(4 * parameter.numel() for parameter in model.parameters())
     # DDP's gradients are views of its buckets; autocast keeps a 16-bit copy of every matrix during a step.
     copies = size // 2 if cfg.parallel.dtype != "fp32" else 0
-    return MemoryEstimate(parameters=size, gradients=size, optimizer=2 * size, buffers=copies, activations=activations)
+    return MemoryEstimate(
+        parameters=size, gradients=size, optimizer=_moments(cfg) * size, buffers=copies, activations=activations
+    )
+
+
+def _moments(cfg: Config) -> int:
+    """Values that the optimizer keeps per parameter."""
+    if cfg.training.optimizer == "sgd":
+        return 1 if cfg.training.momentum else 0
+    return 2
 
 
 def memory_kinds(cfg: Config, memory: MemoryEstimate) -> dict[str, int]:
@@ -113,8 +122,10 @@ def activation_bytes(cfg: Config) -> int:
 
     Per token and block, in the compute dtype: the inputs and outputs of both norms (4 M), queries and attention's
     output (with the rotation's copy, 3 H D), keys and values (3 K D), and four vectors of the feed-forward width; plain
-    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype. The loss holds the
-    logits twice in fp32 and once in the compute dtype.
+    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype.
+
+    The loss holds the logits twice in fp32 and once in the compute dtype. In chunks it holds those of one chunk, twice
+    in fp32, and the gradients of its input and, in fp32 and for one chunk in the compute dtype, of the output matrix.
 
     Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (H D) and of every
     second product, which are those of wq, wv, w1 and w2 (H D + K D + F + M). The rest is there for one block at a time,
@@ -132,10 +143,21 @@ def activation_bytes(cfg: Config) -> int:
     if not model.use_flash_attention:
         per_token += training.seq_len * model.n_heads * (4 if width == 4 else 4 + width)
     per_token = per_token // tp + width * 2 * model.dim
-    loss = model.vocab_size * (2 * 4 + width) // tp
+    chunk = training.loss_chunk_tokens if tp == 1 else 0
+    if chunk:
+        loss = _chunked_loss_bytes(min(chunk, tokens), tokens, model.dim, model.vocab_size, width)
+    else:
+        loss = tokens * (model.vocab_size * (2 * 4 + width) // tp)
     if training.activation_checkpointing is False:
-        return tokens * (model.n_layers * per_token + loss)
+        return tokens * model.n_layers * per_token + loss
     kept = width * model.dim // tp
     if training.activation_checkpointing == "selective":
         kept += width * (2 * q_dim + kv_dim + model.ffn_dim) // tp + width * model.dim
-    return tokens * (model.n_layers * kept + max(per_token, loss))
+    return tokens * model.n_layers * kept + max(tokens * per_token, loss)
+
+
+def _chunked_loss_bytes(chunk: int, tokens: int, dim: int, vocab_size: int, width: int) -> int:
+    """Peak of ``ops.linear_cross_entropy``: softmax of a chunk, or the product that its weight gradient is."""
+    gradients = width * tokens * dim + 4 * vocab_size * dim
+    product = 0 if width == 4 else width * vocab_size * dim
+    return gradients + max(2 * 4 * chunk * vocab_size, width * chunk * vocab_size + product)

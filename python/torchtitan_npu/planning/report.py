@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_npu.config import Config, validate_world
+from torchtitan_npu.config import Config, match_parameter_groups, validate_world
 from torchtitan_npu.models import build_model
 from torchtitan_npu.planning.memory import estimate_memory, format_bytes, plan_fsdp
 
@@ -17,9 +17,13 @@ def dry_run(cfg: Config, world_size: int) -> str:
     Builds the model on the meta device: nothing of its size is allocated.
 
     Raises:
-        ConfigError: the degrees do not multiply to ``world_size``.
+        ConfigError: the degrees do not multiply to ``world_size``; an item of ``training.parameter_groups`` has no
+            parameters.
     """
     degrees = validate_world(cfg, world_size)
+    if cfg.training.parameter_groups:
+        with torch.device("meta"):
+            match_parameter_groups(cfg, [name for name, _ in build_model(cfg.model).named_parameters()])
     training = cfg.training
     sequences = training.batch_size * degrees.dp * training.gradient_accumulation_steps
     tokens = sequences * training.seq_len

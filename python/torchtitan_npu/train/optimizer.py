@@ -1,14 +1,17 @@
-"""AdamW with weight decay on matrices only."""
+"""The optimizer of a run: its kind, and the settings of each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchtitan_npu.checkpoint.tensors import initialize_adamw_state
-from torchtitan_npu.config import TrainingConfig
+from torchtitan_npu.checkpoint.tensors import initialize_optimizer_state
+from torchtitan_npu.config import Config, match_parameter_groups
+
+_SCALE = "learning_rate_scale"
 
 
 def decayed_names(model: nn.Module) -> frozenset[str]:
@@ -24,34 +27,51 @@ def decayed_names(model: nn.Module) -> frozenset[str]:
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: frozenset[str], cfg: TrainingConfig
-) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) over the trainable parameters, with its state allocated.
+    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: frozenset[str], cfg: Config
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101) or SGD over the trainable parameters, with its state allocated.
 
     Args:
         named_parameters: of the wrapped model, by the names that ``decayed`` was made from.
-        decayed: names of the parameters that ``cfg.weight_decay`` applies to.
-        cfg: learning rate, betas and weight decay; the learning rate is set anew before every step.
+        decayed: names of the parameters that ``training.weight_decay`` applies to.
+        cfg: the learning rate is set anew before every step.
+
+    Raises:
+        ConfigError: an item of ``training.parameter_groups`` has no parameters.
     """
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            groups[name in decayed].append(parameter)
-    optimizer = torch.optim.AdamW(
+    training = cfg.training
+    named = list(named_parameters)
+    rules = match_parameter_groups(cfg, [name for name, _ in named])
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by factor of the learning rate and weight decay
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        rule = rules.get(name)
+        weight_decay = training.weight_decay if name in decayed else 0.0
+        if rule is not None and rule.weight_decay is not None:
+            weight_decay = rule.weight_decay
+        scale = 1.0 if rule is None else rule.learning_rate_scale
+        groups.setdefault((scale, weight_decay), []).append(parameter)
+    optimizer = _make(
+        cfg,
         [
-            {"params": parameters, "weight_decay": cfg.weight_decay if decay else 0.0}
-            for decay, parameters in groups.items()
-            if parameters
+            {"params": parameters, _SCALE: scale, "weight_decay": weight_decay}
+            for (scale, weight_decay), parameters in groups.items()
         ],
-        lr=cfg.learning_rate,
-        betas=cfg.betas,
-        fused=True,
     )
-    initialize_adamw_state(optimizer)
+    initialize_optimizer_state(optimizer)
     return optimizer
 
 
+def _make(cfg: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    training = cfg.training
+    how = {training.optimizer_impl: True}
+    if training.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=training.learning_rate, momentum=training.momentum, **how)
+    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, **how)
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Use ``learning_rate`` for the next step of every group."""
+    """Use ``learning_rate`` for the next step, times each group's own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(_SCALE, 1.0)

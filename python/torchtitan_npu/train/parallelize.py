@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -15,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from torchtitan_npu.config import Config, ConfigError, Problem, validate_world
+from torchtitan_npu.config import Config, ConfigError, Problem, match_parameter_groups, validate_world
 from torchtitan_npu.launch import read_timeouts
 from torchtitan_npu.models import build_model, parallelize_tensors
 from torchtitan_npu.ops import Documents
@@ -35,6 +36,10 @@ INITIAL_LOSS_SCALE = 2.0**16
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+Head = Callable[[Tensor, Tensor], Any]
+"""Takes the hidden states ``[B, T, M]`` and the output matrix ``[V, M]``, in the model's forward."""
+
+
 class ParallelModel(Protocol):
     """A model whose gradients, after backward, are the average over the ranks."""
 
@@ -47,8 +52,10 @@ class ParallelModel(Protocol):
     num_parameters: int
     """Of the whole model."""
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
-        """Logits ``[B, T, V]``, under tensor parallelism a DTensor; with ``documents``, attention stays inside them."""
+    def forward(self, tokens_BT: Tensor, documents: Documents | None, head: Head | None = None) -> Any:
+        """Logits ``[B, T, V]``, under tensor parallelism a DTensor, or what ``head`` makes of their factors; with
+        ``documents``, attention stays inside them.
+        """
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
@@ -56,7 +63,10 @@ class ParallelModel(Protocol):
         ...
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Scale the gradients down to a global 2-norm of ``max_norm``; return the norm before. Collective."""
+        """Scale the gradients down to a global 2-norm of ``max_norm``; return the norm before. Collective.
+
+        A norm that is not finite leaves them as they are, so that one can see which ones are to blame.
+        """
         ...
 
     def communication_seconds(self) -> float | None:
@@ -68,9 +78,13 @@ def parallelize(cfg: Config, device: torch.device) -> ParallelModel:
     """Build and initialise the model that ``cfg`` describes, on ``device``. Collective.
 
     It is built without memory first; FSDP shards it and then fills the shards, so no rank ever holds the whole model.
+
+    Raises:
+        ConfigError: an item of ``training.parameter_groups`` has no parameters.
     """
     with torch.device("meta"):
         model: nn.Module = build_model(cfg.model)
+    match_parameter_groups(cfg, [name for name, _ in model.named_parameters()])  # before anything that takes time
     if cfg.parallel.strategy == "ddp":
         return ReplicatedModel(model, cfg, device)
     return ShardedModel(model, cfg, device)
@@ -127,14 +141,19 @@ class ShardedModel:
         )
         self.module = cast(nn.Module, self._model)
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
-        return self._model(tokens_BT, documents)
+    def forward(self, tokens_BT: Tensor, documents: Documents | None, head: Head | None = None) -> Any:
+        return self._model(tokens_BT, documents, head)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        return float(self._model.clip_grad_norm_(math.inf if max_norm is None else max_norm))
+        from torchtitan_npu.fsdp.clip import grad_norm, scale_gradients
+
+        norm = grad_norm(self._model)
+        if max_norm is not None and math.isfinite(norm):
+            scale_gradients(self._model, max_norm, norm)
+        return float(norm)
 
     def communication_seconds(self) -> float | None:
         return self._model.communication_seconds()
@@ -173,16 +192,20 @@ class ReplicatedModel:
         if cfg.parallel.reduce_dtype == "bf16":
             self._ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None, head: Head | None = None) -> Any:
         dtype = self._autocast_dtype
         with torch.autocast(self._device_type, dtype=dtype, enabled=dtype is not None):
-            return self._ddp(tokens_BT, documents)
+            return self._ddp(tokens_BT, documents, head)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if last else self._ddp.no_sync()
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        return float(clip_grad_norm_(self.module.parameters(), math.inf if max_norm is None else max_norm))
+        parameters = list(self.module.parameters())
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if max_norm is not None and math.isfinite(norm):
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return float(norm)
 
     def communication_seconds(self) -> float | None:
         return None

@@ -108,9 +108,16 @@ def compare_configuration(path: Path, saved: dict[str, Any], cfg: Config, table:
         table: the tensors that differ, or nothing.
 
     Raises:
-        CheckpointError: a tensor differs, or a key of the model section that changes what the model computes.
+        CheckpointError: a tensor differs, or a key of the model section that changes what the model computes, or the
+            optimizer keeps something else.
     """
     now = to_dict(cfg)
+    before, after = (_optimizer_state(config.get("training", {})) for config in (saved, now))
+    if "training" in saved and before != after:  # imported weights come without
+        raise CheckpointError(
+            f"{path} was trained with {before}, and {after} cannot continue from that state; set training.optimizer "
+            "and training.momentum as they were, or start from the weights alone: torchtitan-npu export and import"
+        )
     changed = {
         key: (old, new)
         for key, (old, new) in _differences(_flatten(saved), _flatten(now)).items()
@@ -130,6 +137,13 @@ def compare_configuration(path: Path, saved: dict[str, Any], cfg: Config, table:
         )
     for key, (old, new) in changed.items():
         logger.info("changed since the checkpoint: %s: %s -> %s", key, old, new)
+
+
+def _optimizer_state(training: dict[str, Any]) -> str:
+    """What the optimizer keeps, in words. Checkpoints of before there was a choice do not name it."""
+    if training.get("optimizer", "adamw") == "adamw":
+        return "adamw"
+    return "sgd with momentum" if training["momentum"] else "sgd without momentum"
 
 
 def _flatten(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,9 +19,10 @@ from torchtitan_npu.launch import Environment, gather_rows, together
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import MemoryEstimate, estimate_memory
 from torchtitan_npu.train.checkpointing import Checkpointing
-from torchtitan_npu.train.loss import count_valid_labels, step_loss
+from torchtitan_npu.train.loss import StepLoss, count_valid_labels
 from torchtitan_npu.train.memory import capacity_bytes, peak_allocated_bytes, peak_bytes
 from torchtitan_npu.train.metrics import MetricsWriter, StepMetrics, format_duration, format_step
+from torchtitan_npu.train.nonfinite import describe_nonfinite_gradients
 from torchtitan_npu.train.optimizer import build_optimizer, set_learning_rate
 from torchtitan_npu.train.parallelize import make_scaler, parallelize, refuse_device
 from torchtitan_npu.train.plan_file import write_plan
@@ -74,7 +75,7 @@ class Trainer:
         self.model = parallelize(cfg, device)
         # From here on the random state belongs to training; initialisation must not shift it.
         torch.manual_seed(cfg.training.seed + self.degrees.dp_rank(env.rank))
-        self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg.training)
+        self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg)
         self.scaler = make_scaler(cfg, self.model)
         memory = estimate_memory(cfg, env.world_size) if env.rank == 0 else None
         log_header(
@@ -208,6 +209,7 @@ class Trainer:
             warmup_steps=training.warmup_steps,
             max_steps=training.max_steps,
             shape=training.lr_schedule,
+            decay_steps=training.decay_steps,
         )
         set_learning_rate(self.optimizer, learning_rate)
         with self._spans("optimizer"):
@@ -237,6 +239,8 @@ class Trainer:
 
     def _accumulate_gradients(self, batches: list[Batch], valid_labels: int) -> float:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses in nats."""
+        loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        step_loss = StepLoss(self.cfg, valid_labels=valid_labels, dp_degree=self.degrees.dp, loss_scale=loss_scale)
         losses = []
         for index, batch in enumerate(batches):
             inputs, labels = (t.to(self.device, non_blocking=True) for t in (batch.inputs, batch.labels))
@@ -244,8 +248,7 @@ class Trainer:
             documents = Documents.from_ids(batch.document_ids, self.device) if masked else None
             with self.model.micro_batch(last=index == len(batches) - 1):
                 with self._spans("forward"):
-                    logits_BTV = self.model.forward(inputs, documents)
-                    scaled, total = step_loss(logits_BTV, labels, valid_labels=valid_labels, dp_degree=self.degrees.dp)
+                    scaled, total = step_loss(self.model, inputs, labels, documents)
                 with self._spans("backward"):
                     self.scaler.scale(scaled).backward()
             losses.append(total)
@@ -277,7 +280,9 @@ class Trainer:
         bad_norm = [] if overflow else [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
         if not bad_loss and not bad_norm:
             return
-        what = f"the loss on rank(s) {bad_loss}" if bad_loss else "the gradient (every loss is finite)"
+        what = f"the loss on rank(s) {bad_loss}"
+        if not bad_loss:
+            what = f"the gradient (every loss is finite; {describe_nonfinite_gradients(self.model.module)})"
         self.checkpoints.settle()
         last = self.checkpoints.last
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"

@@ -12,7 +12,8 @@ import torch
 from torchtitan_npu.config import Config, Degrees
 from torchtitan_npu.data import IGNORE_INDEX, PackedLoader
 from torchtitan_npu.launch import gather_rows
-from torchtitan_npu.ops import Documents, cross_entropy
+from torchtitan_npu.ops import Documents
+from torchtitan_npu.train.loss import StepLoss
 from torchtitan_npu.train.parallelize import ParallelModel
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Validation:
         """``loader``: of the held-out data, in the order of the file; its position is not used."""
         self._interval = cfg.validation.interval
         self._masked = cfg.data.document_mask
+        self._loss = StepLoss(cfg, valid_labels=1, dp_degree=1, loss_scale=1.0)  # of which only the plain sum is used
         self._loader, self._model, self._degrees, self._device = loader, model, degrees, device
         self._num_samples = loader.samples_per_epoch
         if cfg.validation.max_samples is not None:
@@ -77,6 +79,6 @@ class Validation:
             labels += int((batch.labels != IGNORE_INDEX).sum())
             documents = Documents.from_ids(batch.document_ids, self._device) if self._masked else None
             with self._model.micro_batch(last=True):
-                logits_BTV = self._model.forward(batch.inputs.to(self._device), documents)
-                losses.append(cross_entropy(logits_BTV, batch.labels.to(self._device)))
+                inputs, labels_BT = batch.inputs.to(self._device), batch.labels.to(self._device)
+                losses.append(self._loss(self._model, inputs, labels_BT, documents)[1])
         return sum(float(loss) for loss in losses), labels
