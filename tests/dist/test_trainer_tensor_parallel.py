@@ -25,7 +25,7 @@ from torchtitan_npu.models import build_model, cut_for_planning, parallelize_ten
 from torchtitan_npu.models.llama3_tensor_parallel import weight_cuts
 from torchtitan_npu.planning.memory import activation_bytes, plan_fsdp
 from torchtitan_npu.train import parallelize
-from torchtitan_npu.train.loss import step_loss
+from torchtitan_npu.train.loss import StepLoss
 from torchtitan_npu.train.parallelize import ShardedModel, refuse_device
 from torchtitan_npu.train.trainer import Trainer
 
@@ -285,7 +285,8 @@ def test_activation_estimate(flash: bool) -> None:
     tokens = torch.randint(0, 64, (4, 128), generator=torch.Generator().manual_seed(0))
     with model.micro_batch(last=True):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-            loss, _total = step_loss(model.forward(tokens, None), tokens, valid_labels=tokens.numel(), dp_degree=1)
+            step_loss = StepLoss(cfg, valid_labels=tokens.numel(), dp_degree=1, loss_scale=1.0)
+            loss, _total = step_loss(model, tokens, tokens, None)
         loss.backward()
     measured = sum(held.values())
     estimate = activation_bytes(cfg)
