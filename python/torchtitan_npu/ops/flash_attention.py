@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_npu.ops import flash_cpu, flash_npu
+from torchtitan_npu.ops.autocast import autocast_dtype
 from torchtitan_npu.ops.documents import Documents
 from torchtitan_npu.ops.npu import DTYPES, lies_by_position
 
@@ -47,8 +48,8 @@ def flash_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents: D
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
         visible = documents.hidden.logical_not()
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=visible, enable_gqa=grouped)
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(device_type)
+    if dtype is not None:
         q_BHTD, k_BKTD, v_BKTD = q_BHTD.to(dtype), k_BKTD.to(dtype), v_BKTD.to(dtype)
     _check_kernel(q_BHTD, k_BKTD, v_BKTD)
     # The CPU's kernel takes any strides, and the layout of the NPU's documents (TND) is BSND without rows.

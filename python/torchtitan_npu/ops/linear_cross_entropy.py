@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from torchtitan_npu.ops.autocast import autocast_dtype, no_autocast
 from torchtitan_npu.ops.cross_entropy import IGNORE_INDEX
 
 
@@ -64,9 +65,9 @@ def linear_cross_entropy(
             "fit: they must be [..., M], [V, M] and [...]"
         )
     device_type = hidden.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+    dtype = autocast_dtype(device_type) or hidden.dtype
     hidden_NM, labels_N = hidden.flatten(0, -2), labels.flatten()
-    with torch.autocast(device_type, enabled=False):
+    with no_autocast(device_type):
         return _LinearCrossEntropy.apply(
             hidden_NM, weight_VM, labels_N, dtype, chunk_tokens, z_loss_weight, gradient_scale
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from torchtitan_npu.fsdp import recompute_activations
 
 _TRACED_LAYERS = (2, 3)
 """Enough for the first and the last block to be different ones, and one more, for what each further block adds."""
@@ -68,6 +70,7 @@ def peak_of_micro_batch(
     *,
     num_layers: int,
     dtype: torch.dtype,
+    activation_checkpointing: bool | Literal["selective"] = False,
 ) -> int:
     """Most bytes that one forward and backward have at any time beside the parameters, whose gradients go at once.
 
@@ -80,9 +83,15 @@ def peak_of_micro_batch(
         num_layers: of the model in question.
         dtype: of the parameters in forward and backward.
     """
+
+    def trace(layers: int) -> int:
+        model = build(layers)
+        recompute_activations(model, activation_checkpointing)
+        return _trace(model, loss_of, dtype)
+
     if num_layers <= _TRACED_LAYERS[-1]:
-        return _trace(build(num_layers), loss_of, dtype)
-    fewer, more = (_trace(build(layers), loss_of, dtype) for layers in _TRACED_LAYERS)
+        return trace(num_layers)
+    fewer, more = map(trace, _TRACED_LAYERS)
     return more + (num_layers - _TRACED_LAYERS[-1]) * (more - fewer)
 
 

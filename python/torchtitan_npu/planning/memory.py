@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_npu.config import Config, validate_world
 from torchtitan_npu.models import build_model, cut_for_planning
+from torchtitan_npu.ops import cross_entropy, linear_cross_entropy, z_loss
+from torchtitan_npu.planning.activations import peak_of_micro_batch
 from torchtitan_npu.planning.options import fsdp_options
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 MIB = 1024**2
 GIB = 1024**3
+
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class MemoryEstimate:
     buffers: int
     """Gathered parameters and communication buffers."""
     activations: int
-    """Estimate of what backward needs, from the shapes; see ``activation_bytes``."""
+    """What forward, loss and backward need beside the others; see ``activation_bytes``."""
 
     @property
     def total(self) -> int:
@@ -45,7 +50,7 @@ class MemoryEstimate:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "communication": self.buffers,
-            "activations, roughly": self.activations,
+            "activations": self.activations,
         }
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         return f"memory per card: about {format_bytes(self.total)} ({listed}), without the program itself"
@@ -59,7 +64,7 @@ def format_bytes(size: int) -> str:
 def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     """Memory per card of a run of ``cfg`` on ``world_size`` ranks. Builds the model without memory.
 
-    Parameters, gradients, optimizer and buffers are exact for ``fsdp`` and ``hsdp``; activations are an estimate.
+    Parameters, gradients, optimizer and buffers are exact for ``fsdp`` and ``hsdp``.
     """
     activations = activation_bytes(cfg)
     if cfg.parallel.strategy != "ddp":
@@ -90,15 +95,15 @@ def _moments(cfg: Config) -> int:
 
 def memory_kinds(cfg: Config, memory: MemoryEstimate) -> dict[str, int]:
     """``memory`` by kind, for tables; what the size of the vocabulary adds to the activations is ``logits``."""
-    without = replace(cfg, model=replace(cfg.model, vocab_size=0))
+    without = replace(cfg, model=replace(cfg.model, vocab_size=1))
     logits = min(memory.activations, activation_bytes(cfg) - activation_bytes(without))
     return {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "arena": memory.buffers,
-        "activations, roughly": memory.activations - logits,
-        "logits, roughly": logits,
+        "activations": memory.activations - logits,
+        "logits": logits,
     }
 
 
@@ -118,14 +123,45 @@ def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
 
 
 def activation_bytes(cfg: Config) -> int:
-    """Most of what one micro-batch keeps for backward at any time.
+    """Most of what one micro-batch needs beside parameters, gradients and buffers at any time: exact on CPUs, where
+    every allocation of the step has been followed (planning/activations.py); an estimate under tensor parallelism.
+    """
+    if cfg.parallel.tp_degree > 1:
+        return _tensor_parallel_activation_bytes(cfg)
+    training = cfg.training
+
+    def build(num_layers: int) -> nn.Module:
+        with torch.device("meta"):
+            return build_model(replace(cfg.model, n_layers=num_layers))
+
+    def loss_of(model: nn.Module) -> Tensor:
+        tokens_BT = torch.empty(training.batch_size, training.seq_len, dtype=torch.int64, device="meta")
+        weight = training.z_loss_weight
+        if training.loss_chunk_tokens:
+            chunk = training.loss_chunk_tokens
+            head = partial(linear_cross_entropy, labels=tokens_BT, chunk_tokens=chunk, z_loss_weight=weight)
+            objective: Tensor = model(tokens_BT, None, head)[0]
+            return objective
+        logits_BTV = model(tokens_BT)
+        loss = cross_entropy(logits_BTV, tokens_BT)
+        return loss + weight * z_loss(logits_BTV, tokens_BT) if weight else loss
+
+    return peak_of_micro_batch(
+        build,
+        loss_of,
+        num_layers=cfg.model.n_layers,
+        dtype=_COMPUTE[cfg.parallel.dtype],
+        activation_checkpointing=training.activation_checkpointing,
+    )
+
+
+def _tensor_parallel_activation_bytes(cfg: Config) -> int:
+    """Kept by one micro-batch for backward, by counting.
 
     Per token and block, in the compute dtype: the inputs and outputs of both norms (4 M), queries and attention's
     output (with the rotation's copy, 3 H D), keys and values (3 K D), and four vectors of the feed-forward width; plain
-    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype.
-
-    The loss holds the logits twice in fp32 and once in the compute dtype. In chunks it holds those of one chunk, twice
-    in fp32, and the gradients of its input and, in fp32 and for one chunk in the compute dtype, of the output matrix.
+    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype. The loss holds the
+    logits twice in fp32 and once in the compute dtype.
 
     Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (H D) and of every
     second product, which are those of wq, wv, w1 and w2 (H D + K D + F + M). The rest is there for one block at a time,
@@ -135,7 +171,7 @@ def activation_bytes(cfg: Config) -> int:
     (M each, the norms' outputs) and, if kept, the sum that w2's results are part of (M).
     """
     model, training = cfg.model, cfg.training
-    width = 4 if cfg.parallel.dtype == "fp32" else 2
+    width = _COMPUTE[cfg.parallel.dtype].itemsize
     tokens = training.batch_size * training.seq_len
     tp = cfg.parallel.tp_degree
     q_dim, kv_dim = model.n_heads * model.head_width, model.n_kv_heads * model.head_width
@@ -143,21 +179,10 @@ def activation_bytes(cfg: Config) -> int:
     if not model.use_flash_attention:
         per_token += training.seq_len * model.n_heads * (4 if width == 4 else 4 + width)
     per_token = per_token // tp + width * 2 * model.dim
-    chunk = training.loss_chunk_tokens if tp == 1 else 0
-    if chunk:
-        loss = _chunked_loss_bytes(min(chunk, tokens), tokens, model.dim, model.vocab_size, width)
-    else:
-        loss = tokens * (model.vocab_size * (2 * 4 + width) // tp)
+    loss = model.vocab_size * (2 * 4 + width) // tp
     if training.activation_checkpointing is False:
-        return tokens * model.n_layers * per_token + loss
+        return tokens * (model.n_layers * per_token + loss)
     kept = width * model.dim // tp
     if training.activation_checkpointing == "selective":
         kept += width * (2 * q_dim + kv_dim + model.ffn_dim) // tp + width * model.dim
-    return tokens * model.n_layers * kept + max(tokens * per_token, loss)
-
-
-def _chunked_loss_bytes(chunk: int, tokens: int, dim: int, vocab_size: int, width: int) -> int:
-    """Peak of ``ops.linear_cross_entropy``: softmax of a chunk, or the product that its weight gradient is."""
-    gradients = width * tokens * dim + 4 * vocab_size * dim
-    product = 0 if width == 4 else width * vocab_size * dim
-    return gradients + max(2 * 4 * chunk * vocab_size, width * chunk * vocab_size + product)
+    return tokens * (model.n_layers * kept + max(per_token, loss))

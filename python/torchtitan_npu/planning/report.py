@@ -88,7 +88,7 @@ def _memory(cfg: Config, world_size: int) -> list[str]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         **arena,
-        "activations, roughly": memory.activations,
+        "activations": memory.activations,
         "total": memory.total,
     }
     return [
