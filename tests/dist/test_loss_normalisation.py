@@ -76,13 +76,13 @@ def open_loader(cfg: Config, data: str, rank: int, size: int) -> PackedLoader:
 def take_step(cfg: Config, data: str) -> tuple[dict[str, torch.Tensor], float]:
     """The whole parameters after one step (on rank 0; elsewhere nothing), and the loss, as the trainer computes them."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dp_degree = validate_world(cfg, size).dp
+    degrees = validate_world(cfg, size)
     loader = open_loader(cfg, data, rank, size)
     model = parallelize(cfg, torch.device("cpu"))
     optimizer = build_optimizer(model.module.named_parameters(), model.decayed, cfg)
     batches = [next(loader) for _ in range(cfg.training.gradient_accumulation_steps)]
-    valid_labels = count_valid_labels(batches)
-    step_loss = StepLoss(cfg, valid_labels=valid_labels, dp_degree=dp_degree, loss_scale=1.0)
+    valid_labels = count_valid_labels(batches, degrees)
+    step_loss = StepLoss(cfg, valid_labels=valid_labels, dp_degree=degrees.dp, loss_scale=1.0)
     total = torch.zeros(())
     for index, batch in enumerate(batches):
         with model.micro_batch(last=index == len(batches) - 1):
