@@ -35,8 +35,8 @@ def linear_cross_entropy(
     Products are computed in the dtype of ``hidden`` (under autocast in autocast's), softmax and sums in fp32; the
     gradient of ``weight`` is added up over chunks in fp32.
 
-    Kept from forward to backward: the gradients, ``N M`` in the dtype of the products and ``V M`` in fp32. Without
-    gradients (``torch.no_grad``) nothing.
+    Kept from forward to backward: the gradients, ``N M`` in the dtype of the products and ``V M`` in fp32. Under
+    ``torch.no_grad`` they are not made.
 
     Args:
         hidden: ``[..., M]``, floating point.
@@ -66,6 +66,8 @@ def linear_cross_entropy(
         )
     device_type = hidden.device.type
     dtype = autocast_dtype(device_type) or hidden.dtype
+    if not torch.is_grad_enabled():  # of which a Function's needs_input_grad knows nothing
+        hidden, weight_VM = hidden.detach(), weight_VM.detach()
     hidden_NM, labels_N = hidden.flatten(0, -2), labels.flatten()
     with no_autocast(device_type):
         return _LinearCrossEntropy.apply(
@@ -109,17 +111,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 lse_C1 = chosen_C1 + nll_C1
                 z_total += torch.where(valid_C1, lse_C1.square(), 0.0).sum()
                 factor_C1 = factor_C1 * (1.0 + 2.0 * z_loss_weight * lse_C1)
+            gradient_CV = None
             if needs_hidden or needs_weight:
                 gradient_CV = log_p_CV.exp_().mul_(factor_C1).scatter_add_(1, index_C1, one_C1).to(dtype)
-                del log_p_CV
-                if d_hidden_NM is not None:
-                    torch.mm(gradient_CV, weight, out=d_hidden_NM[rows])
-                if d_weight_VM is not None:
-                    if dtype == torch.float32:
-                        d_weight_VM.addmm_(gradient_CV.t(), hidden_CM)
-                    else:
-                        d_weight_VM += gradient_CV.t() @ hidden_CM
-                del gradient_CV  # not to be held through the next chunk
+            del log_p_CV  # as nothing of V columns is held longer than it is needed, nor through the next chunk
+            if gradient_CV is not None and d_hidden_NM is not None:
+                torch.mm(gradient_CV, weight, out=d_hidden_NM[rows])
+            if gradient_CV is not None and d_weight_VM is not None:
+                if dtype == torch.float32:
+                    d_weight_VM.addmm_(gradient_CV.t(), hidden_CM)
+                else:
+                    d_weight_VM += gradient_CV.t() @ hidden_CM
+            del gradient_CV
         ctx.gradients = d_hidden_NM, d_weight_VM
         ctx.gradient_scale = gradient_scale
         ctx.dtypes = hidden_NM.dtype, weight_VM.dtype
