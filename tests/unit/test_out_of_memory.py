@@ -67,7 +67,7 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
 
 
 def test_message() -> None:
-    cfg = _config(parallel={"dtype": "fp32"})
+    cfg = _config(parallel={"dtype": "fp32"}, loss_chunk_tokens=0)
     text = explain(_from_torch(), cfg, Environment(), CPU, "in step 3")
     kinds = ["parameters", "gradients", "optimizer", "arena", "activations", "logits", "total"]
     assert re.findall(r"^  (.+?)  +[\d.]+ [MG]B", text, re.MULTILINE) == [*kinds, "peak so far"]
@@ -111,6 +111,7 @@ def test_what_a_knob_saves_is_the_difference_of_the_estimates() -> None:
             "parallel.reshard_after_forward",
         ),
         (_config(model={"use_flash_attention": True}), "training.activation_checkpointing"),
+        (_config(model={"vocab_size": 128_256}, loss_chunk_tokens=0), "training.loss_chunk_tokens"),
     ],
 )
 def test_knobs_fit_the_configuration(cfg: Config, expected: str) -> None:
