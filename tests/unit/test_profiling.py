@@ -129,5 +129,5 @@ def test_ranks_are_all_or_a_list(ranks: Any) -> None:
 def test_lists_of_any_length() -> None:
     assert coerce([1, "2", 3], tuple[int, ...]) == (1, 2, 3)
     assert coerce([], tuple[int, ...]) == ()
-    with pytest.raises(Mismatch, match="a list of numbers"):
+    with pytest.raises(Mismatch, match="a list, each item an integer"):
         coerce("1", tuple[int, ...])

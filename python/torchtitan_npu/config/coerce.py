@@ -67,8 +67,7 @@ def describe(declared: Any) -> str:
     if is_list(declared):
         return f"a list, each item {describe(get_args(declared)[0])}"
     if get_origin(declared) is tuple:
-        items = get_args(declared)
-        return "a list of numbers" if items[-1] is Ellipsis else f"a list of {len(items)} numbers"
+        return f"a list of {len(get_args(declared))} numbers"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return words[declared]
 
@@ -144,8 +143,6 @@ def _coerce_tuple(value: object, declared: Any) -> tuple[Any, ...]:
     items = get_args(declared)
     if not isinstance(value, (list, tuple)):
         raise _refuse(value, declared)
-    if items[-1] is Ellipsis:
-        items = items[:1] * len(value)
     if len(value) != len(items):
         raise _refuse(value, declared)
     return tuple(coerce(item, item_type) for item, item_type in zip(value, items, strict=True))
