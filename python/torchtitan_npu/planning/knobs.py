@@ -37,10 +37,10 @@ def cheapest_knobs(cfg: Config, world_size: int, count: int = 3) -> list[Knob]:
     before = estimate_memory(cfg, world_size).total
     knobs: list[Knob] = []
     for settings, price in _candidates(cfg):
-        changed = _with(cfg, settings)
-        if changed is None:
+        candidate = changed(cfg, settings)
+        if candidate is None:
             continue
-        saved = before - estimate_memory(changed, world_size).total
+        saved = before - estimate_memory(candidate, world_size).total
         if saved >= _WORTH_IT * before:
             knobs.append(Knob(settings, saved, price))
             if len(knobs) == count:
@@ -79,7 +79,7 @@ def _candidates(cfg: Config) -> Iterator[tuple[dict[str, Any], str]]:
         yield {"training.seq_len": training.seq_len // 2}, "shorter context"
 
 
-def _with(cfg: Config, settings: Mapping[str, Any]) -> Config | None:
+def changed(cfg: Config, settings: Mapping[str, Any]) -> Config | None:
     """``cfg`` with other values, or None where that is no valid configuration."""
     values = to_dict(cfg)
     for name, value in settings.items():

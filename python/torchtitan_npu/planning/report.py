@@ -6,7 +6,7 @@ import torch
 
 from torchtitan_npu.config import Config, match_parameter_groups, validate_world
 from torchtitan_npu.models import build_model
-from torchtitan_npu.planning.memory import estimate_memory, format_bytes, plan_fsdp
+from torchtitan_npu.planning.memory import estimate_memory, format_bytes, memory_kinds, plan_fsdp
 
 _COLUMNS = "{:<24} {:>16} {:>9}"
 
@@ -88,7 +88,7 @@ def _memory(cfg: Config, world_size: int) -> list[str]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         **arena,
-        "activations": memory.activations,
+        **{kind: size for kind, size in memory_kinds(cfg, memory).items() if kind in ("activations", "logits")},
         "total": memory.total,
     }
     return [

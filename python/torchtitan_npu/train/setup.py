@@ -10,10 +10,12 @@ from torchtitan_npu.config import Config, Degrees, RunArgs
 from torchtitan_npu.data import DataError, PackedLoader, TokenDataset, open_dataset
 from torchtitan_npu.launch import Environment, gather_texts, together
 from torchtitan_npu.launch.simulated import is_simulated
+from torchtitan_npu.planning import MemoryEstimate
+from torchtitan_npu.planning.hints import memory_hints
+from torchtitan_npu.planning.memory import format_bytes
+from torchtitan_npu.train.memory import capacity_bytes
 
 logger = logging.getLogger(__name__)
-
-_FLASH_HINT_SEQ_LEN = 2048
 
 
 def open_loader(cfg: Config, args: RunArgs, env: Environment, degrees: Degrees) -> PackedLoader:
@@ -72,8 +74,16 @@ def _open(cfg: Config, env: Environment, degrees: Degrees, data_dir: str, name: 
     return together(build_loader)
 
 
-def log_header(cfg: Config, *, device: torch.device, num_parameters: int, degrees: Degrees, memory: str) -> None:
-    """What the run is, before step 1: parameters, tokens, memory."""
+def log_header(
+    cfg: Config,
+    *,
+    env: Environment,
+    device: torch.device,
+    num_parameters: int,
+    degrees: Degrees,
+    memory: MemoryEstimate,
+) -> None:
+    """What the run is, before step 1: parameters, tokens, memory by kind against what there is, and hints."""
     training = cfg.training
     sequences = training.batch_size * degrees.dp * training.gradient_accumulation_steps
     tokens = sequences * training.seq_len
@@ -98,12 +108,11 @@ def log_header(cfg: Config, *, device: torch.device, num_parameters: int, degree
         f"{training.max_steps:,}",
         f"{tokens * training.max_steps:,}",
     )
-    logger.info("%s", memory)
-    if not cfg.model.use_flash_attention and training.seq_len >= _FLASH_HINT_SEQ_LEN:
-        logger.info(
-            "hint: model.use_flash_attention is false and training.seq_len is %d; true needs less memory and time",
-            training.seq_len,
-        )
+    # The CPU's memory is for all ranks of the machine.
+    capacity = capacity_bytes(device) // (env.local_world_size if device.type == "cpu" else 1)
+    logger.info("%s, of %s", memory.describe(), format_bytes(capacity))
+    for hint in memory_hints(cfg, env.world_size, memory, capacity):
+        logger.info("hint: %s", hint)
 
 
 def device_name(device: torch.device) -> str:

@@ -78,13 +78,15 @@ class Trainer:
         self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg)
         self.scaler = make_scaler(cfg, self.model)
         memory = estimate_memory(cfg, env.world_size) if env.rank == 0 else None
-        log_header(
-            cfg,
-            device=device,
-            num_parameters=self.model.num_parameters,
-            degrees=self.degrees,
-            memory=memory.describe() if memory is not None else "",
-        )
+        if memory is not None:
+            log_header(
+                cfg,
+                env=env,
+                device=device,
+                num_parameters=self.model.num_parameters,
+                degrees=self.degrees,
+                memory=memory,
+            )
         if chosen is not None:
             self._resume(chosen)
         self.validation = None if held_out is None else Validation(cfg, held_out, self.model, self.degrees, device)
