@@ -25,7 +25,7 @@ from torchtitan_npu.checkpoint.state import META, TrainState
 from torchtitan_npu.checkpoint.tensors import collect
 from torchtitan_npu.checkpoint.writer import SummingWriter
 from torchtitan_npu.fsdp.piece import Piece
-from torchtitan_npu.launch import gather_texts
+from torchtitan_npu.launch import gather_texts, read_timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Saver:
         self._store, self._device = store, device
         self._max_keep, self._keep_every = max_keep, keep_every
         self._rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=read_timeouts().process_group)
         self._collect: Callable[[], dict[str, Any]] = lambda: collect(model, optimizer, sharded=sharded)
         self._snapshot = Snapshot(self._collect(), device) if async_save else None
         self._job: _Job | None = None

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BackendConfig
 
+from torchtitan_npu.launch import read_timeouts
+
 
 @dataclass(frozen=True)
 class RankGroup:
@@ -143,7 +145,10 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _new_group(parts: Sequence[Sequence[int]], *, complete: bool, **options: Any) -> dist.ProcessGroup:
-    """``complete``: the parts have all ranks of the world. ``options``: of ``torch.distributed.new_group``."""
+    """``complete``: the parts have all ranks of the world. ``options``: of ``torch.distributed.new_group``; the timeout
+    is HCCL_EXEC_TIMEOUT's, since torch's own default is shorter and would hide its message.
+    """
+    options.setdefault("timeout", read_timeouts().process_group)
     # Local synchronisation names a group after the number of groups this process has; where ranks differ in that (one
     # wrapped a small model alone), they would wait under different names. The whole world needs none.
     if not complete:
