@@ -20,6 +20,7 @@ from torchtitan_npu.ops import flash_cpu, flash_npu
 from torchtitan_npu.ops.autocast import autocast_dtype
 from torchtitan_npu.ops.documents import Documents
 from torchtitan_npu.ops.npu import DTYPES, lies_by_position
+from torchtitan_npu.ops.npu_shapes import stands_for_npu
 
 
 def flash_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents: Documents | None = None) -> Tensor:
@@ -132,7 +133,7 @@ def _flash_attention_backward(
 @_flash_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, ends_N: Tensor | None, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H = (q.shape[0], q.shape[1], q.shape[2]) if layout == "BSND" else (q.shape[0], q.shape[2], q.shape[1])
-    if q.device.type == "npu":
+    if q.device.type == "npu" or stands_for_npu(q):
         shape = (B, H, T, 8) if ends_N is None else (B * T, H, 8)
         return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -20,6 +20,8 @@ MAX_SEQUENCES = 2048
 _LEFT_UP_CAUSAL = 2
 """``sparse_mode``: position t sees 0..t, counted in each sequence; the mask is the compressed one."""
 _MASK_SIZE = 2048
+MASK_BYTES = _MASK_SIZE**2
+"""Of ``causal_mask``, which stays on the device."""
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_npu.ops.npu_shapes import KERNELS, stands_for_npu
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What the fused kernels compute in."""
 
@@ -19,7 +21,11 @@ def fused_kernel(name: str, x: Tensor) -> Callable[..., Any] | None:
     """The operator ``torch.ops.npu.<name>`` if ``x`` lies on an NPU, has a dtype that the fused kernels take, and
     torch_npu has the operator; otherwise None, and the caller computes with plain operators.
     """
-    if x.device.type != "npu" or x.dtype not in DTYPES:
+    if x.dtype not in DTYPES:
+        return None
+    if stands_for_npu(x):
+        return KERNELS.get(name)
+    if x.device.type != "npu":
         return None
     return getattr(torch.ops.npu, name, None)
 

@@ -114,5 +114,7 @@ def _rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     by_position = lies_by_position(x_BHTD)
     x = x_BHTD.transpose(1, 2) if by_position else x_BHTD
     cos, sin = (table.to(wide).unsqueeze(0).unsqueeze(2 if by_position else 1) for table in (cos_TD, sin_TD))
-    rotated = torch.ops.npu.npu_rotary_mul(x.to(wide), cos, sin).to(x.dtype)
+    kernel = fused_kernel("npu_rotary_mul", x)
+    assert kernel is not None, "apply_rotary has asked"
+    rotated = kernel(x.to(wide), cos, sin).to(x.dtype)
     return rotated.transpose(1, 2) if by_position else rotated

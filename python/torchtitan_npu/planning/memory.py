@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torchtitan_npu.config import Config, validate_world
 from torchtitan_npu.models import build_model, cut_for_planning
 from torchtitan_npu.ops import cross_entropy, linear_cross_entropy, z_loss
+from torchtitan_npu.ops.flash_npu import MASK_BYTES
+from torchtitan_npu.ops.npu_shapes import npu_shapes
 from torchtitan_npu.planning.activations import peak_of_micro_batch
 from torchtitan_npu.planning.options import fsdp_options
 
@@ -107,6 +110,11 @@ def memory_kinds(cfg: Config, memory: MemoryEstimate) -> dict[str, int]:
     }
 
 
+def on_device(cfg: Config, device_type: Any) -> Config:
+    """``cfg`` to plan with, for a device that is known by now: ``parallel.device: auto`` is planned as the CPU."""
+    return replace(cfg, parallel=replace(cfg.parallel, device=device_type))
+
+
 def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
     """The plan by which FSDP would shard the model of ``cfg``, without devices or memory.
 
@@ -123,8 +131,9 @@ def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
 
 
 def activation_bytes(cfg: Config) -> int:
-    """Most of what one micro-batch needs beside parameters, gradients and buffers at any time: exact on CPUs, where
-    every allocation of the step has been followed (planning/activations.py); an estimate under tensor parallelism.
+    """Most of what one micro-batch needs beside parameters, gradients and buffers at any time: every allocation of the
+    step is followed (planning/activations.py), with ``parallel.device: npu`` those of the NPU's fused kernels. Under
+    tensor parallelism an estimate.
     """
     if cfg.parallel.tp_degree > 1:
         return _tensor_parallel_activation_bytes(cfg)
@@ -146,13 +155,16 @@ def activation_bytes(cfg: Config) -> int:
         loss = cross_entropy(logits_BTV, tokens_BT)
         return loss + weight * z_loss(logits_BTV, tokens_BT) if weight else loss
 
-    return peak_of_micro_batch(
-        build,
-        loss_of,
-        num_layers=cfg.model.n_layers,
-        dtype=_COMPUTE[cfg.parallel.dtype],
-        activation_checkpointing=training.activation_checkpointing,
-    )
+    on_npu = cfg.parallel.device == "npu"
+    with npu_shapes() if on_npu else contextlib.nullcontext():
+        peak = peak_of_micro_batch(
+            build,
+            loss_of,
+            num_layers=cfg.model.n_layers,
+            dtype=_COMPUTE[cfg.parallel.dtype],
+            activation_checkpointing=training.activation_checkpointing,
+        )
+    return peak + (MASK_BYTES if on_npu and cfg.model.use_flash_attention else 0)
 
 
 def _tensor_parallel_activation_bytes(cfg: Config) -> int:

@@ -13,7 +13,7 @@ from torchtitan_npu.config import Config
 from torchtitan_npu.launch import Environment
 from torchtitan_npu.planning import estimate_memory
 from torchtitan_npu.planning.knobs import cheapest_knobs
-from torchtitan_npu.planning.memory import format_bytes, memory_kinds
+from torchtitan_npu.planning.memory import format_bytes, memory_kinds, on_device
 from torchtitan_npu.train.memory import capacity_bytes, peak_bytes
 
 _SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "std::bad_alloc")
@@ -59,6 +59,7 @@ def explain(error: BaseException, cfg: Config, env: Environment, device: torch.d
     said = str(error).strip().partition("\n")[0] or type(error).__name__
     lines = [f"out of memory {where} ({said})"]
     try:
+        cfg = on_device(cfg, device.type)
         lines += _table(cfg, env.world_size)
         lines.append(f"  {'peak so far':<22} {format_bytes(peak_bytes(device)):>12}  {_capacity(env, device)}")
         knobs = cheapest_knobs(cfg, env.world_size)

@@ -12,7 +12,7 @@ from torchtitan_npu.launch import Environment, gather_texts, together
 from torchtitan_npu.launch.simulated import is_simulated
 from torchtitan_npu.planning import MemoryEstimate
 from torchtitan_npu.planning.hints import memory_hints
-from torchtitan_npu.planning.memory import format_bytes
+from torchtitan_npu.planning.memory import format_bytes, on_device
 from torchtitan_npu.train.memory import capacity_bytes
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def log_header(
     # The CPU's memory is for all ranks of the machine.
     capacity = capacity_bytes(device) // (env.local_world_size if device.type == "cpu" else 1)
     logger.info("%s, of %s", memory.describe(), format_bytes(capacity))
-    for hint in memory_hints(cfg, env.world_size, memory, capacity):
+    for hint in memory_hints(on_device(cfg, device.type), env.world_size, memory, capacity):
         logger.info("hint: %s", hint)
 
 

@@ -17,7 +17,7 @@ from torchtitan_npu.config import Config, RunArgs, to_dict, validate_world
 from torchtitan_npu.data import Batch
 from torchtitan_npu.launch import Environment, gather_rows, together
 from torchtitan_npu.ops import Documents
-from torchtitan_npu.planning import MemoryEstimate, estimate_memory
+from torchtitan_npu.planning import MemoryEstimate, estimate_memory, on_device
 from torchtitan_npu.train.checkpointing import Checkpointing
 from torchtitan_npu.train.loss import StepLoss, count_valid_labels
 from torchtitan_npu.train.memory import capacity_bytes, peak_allocated_bytes, peak_bytes
@@ -77,7 +77,7 @@ class Trainer:
         torch.manual_seed(cfg.training.seed + self.degrees.dp_rank(env.rank))
         self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg)
         self.scaler = make_scaler(cfg, self.model)
-        memory = estimate_memory(cfg, env.world_size) if env.rank == 0 else None
+        memory = estimate_memory(on_device(cfg, device.type), env.world_size) if env.rank == 0 else None
         if memory is not None:
             log_header(
                 cfg,
