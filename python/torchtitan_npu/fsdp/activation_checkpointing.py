@@ -33,7 +33,8 @@ keep what is dear to recompute, see ``SelectivePolicy``. A predicate over module
 chooses, which may be units, lie inside units or contain some.
 """
 
-MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear"})
+"""The last two are made of the others, except on NPUs, where they are operators of their own."""
 
 ATTENTIONS = frozenset(
     {
