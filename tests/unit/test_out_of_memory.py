@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_npu import PeerError
 from torchtitan_npu.config import Config, config_from_dict
 from torchtitan_npu.launch import Environment
 from torchtitan_npu.planning import estimate_memory
@@ -59,7 +60,15 @@ def test_errors_that_mean_it(error: Exception) -> None:
     assert caught.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), OSError(errno.ENOSPC, "disk"), KeyError("memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shape mismatch"),
+        OSError(errno.ENOSPC, "disk"),
+        KeyError("memory"),
+        PeerError("rank 1 died. See its log for the reason (out of memory? `dmesg`)"),
+    ],
+)
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explained_out_of_memory(_config(), Environment(), CPU, str):
         raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan_npu.config import Config, validate_world
+from torchtitan_npu.config import Config, ModelConfig, TrainingConfig, validate_world
 from torchtitan_npu.models import build_model, cut_for_planning
 from torchtitan_npu.ops import cross_entropy, linear_cross_entropy, z_loss
 from torchtitan_npu.ops.flash_npu import MASK_BYTES
@@ -137,11 +138,16 @@ def activation_bytes(cfg: Config) -> int:
     """
     if cfg.parallel.tp_degree > 1:
         return _tensor_parallel_activation_bytes(cfg)
-    training = cfg.training
+    on_npu = cfg.parallel.device == "npu"
+    peak = _traced_peak(cfg.model, cfg.training, _COMPUTE[cfg.parallel.dtype], on_npu=on_npu)
+    return peak + (MASK_BYTES if on_npu and cfg.model.use_flash_attention else 0)
 
+
+@functools.lru_cache(maxsize=64)  # tables and hints ask again for what the plan has asked
+def _traced_peak(model_cfg: ModelConfig, training: TrainingConfig, dtype: torch.dtype, *, on_npu: bool) -> int:
     def build(num_layers: int) -> nn.Module:
         with torch.device("meta"):
-            return build_model(replace(cfg.model, n_layers=num_layers))
+            return build_model(replace(model_cfg, n_layers=num_layers))
 
     def loss_of(model: nn.Module) -> Tensor:
         tokens_BT = torch.empty(training.batch_size, training.seq_len, dtype=torch.int64, device="meta")
@@ -155,16 +161,14 @@ def activation_bytes(cfg: Config) -> int:
         loss = cross_entropy(logits_BTV, tokens_BT)
         return loss + weight * z_loss(logits_BTV, tokens_BT) if weight else loss
 
-    on_npu = cfg.parallel.device == "npu"
     with npu_shapes() if on_npu else contextlib.nullcontext():
-        peak = peak_of_micro_batch(
+        return peak_of_micro_batch(
             build,
             loss_of,
-            num_layers=cfg.model.n_layers,
-            dtype=_COMPUTE[cfg.parallel.dtype],
+            num_layers=model_cfg.n_layers,
+            dtype=dtype,
             activation_checkpointing=training.activation_checkpointing,
         )
-    return peak + (MASK_BYTES if on_npu and cfg.model.use_flash_attention else 0)
 
 
 def _tensor_parallel_activation_bytes(cfg: Config) -> int:

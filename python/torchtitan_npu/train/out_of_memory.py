@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from torchtitan_npu.config import Config
+from torchtitan_npu.fsdp import PeerError
 from torchtitan_npu.launch import Environment
 from torchtitan_npu.planning import estimate_memory
 from torchtitan_npu.planning.knobs import cheapest_knobs
@@ -25,7 +26,9 @@ class OutOfMemoryError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: of the device, or of the host."""
+    """Whether memory ran out: of the device, or of the host. That of a peer, which its message may suspect, did not."""
+    if isinstance(error, PeerError):
+        return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
