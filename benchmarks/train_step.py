@@ -160,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_output_options(parser)
     parser.add_argument("--ranks", type=positive, default=2, help="processes (2)")
-    parser.add_argument("--dtypes", type=names(DTYPES), default=list(DTYPES), help="fp32,bf16")
+    parser.add_argument("--dtypes", type=names(DTYPES), default=None, help="fp32,bf16 (both; bf16 with --quick)")
     parser.add_argument("--rounds", type=positive, default=None, help="runs of each (5; 1 with --quick)")
     parser.add_argument("--steps", type=positive, default=None, help="steps of a run (25; 6 with --quick)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of runs (0)")
@@ -173,6 +173,7 @@ def main() -> None:
     if args.quick:
         sizes |= {"dim": 64, "layers": 2, "heads": 4, "ffn": 160, "vocab": 512, "seq": 64}
     shape = Shape(**{name: getattr(args, name) or size for name, size in sizes.items()})
+    args.dtypes = args.dtypes or (["bf16"] if args.quick else list(DTYPES))
     args.rounds, args.steps = args.rounds or (1 if args.quick else 5), args.steps or (6 if args.quick else 25)
     if args.steps <= WARMUP_STEPS + 1:
         parser.error(f"--steps {args.steps}: must be above {WARMUP_STEPS + 1}, of which {WARMUP_STEPS} are not timed")

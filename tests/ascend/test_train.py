@@ -95,7 +95,6 @@ def test_the_example_for_npus(simulator: Path, tmp_path: Path, ranks: int) -> No
 @pytest.mark.parametrize(
     ("model", "training", "dtype"),
     [
-        ({}, {"batch_size": 4}, "fp32"),
         ({}, {"batch_size": 6, "activation_checkpointing": "selective"}, "bf16"),
         ({"use_flash_attention": False, "n_layers": 4}, {"batch_size": 4}, "bf16"),
         ({"dim": 512, "ffn_dim": 1376, "n_layers": 3, "vocab_size": 8000}, {"activation_checkpointing": True}, "fp32"),
