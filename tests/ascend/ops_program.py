@@ -168,8 +168,8 @@ def count_others() -> None:
 def losses(device: str, flash: bool, documents: bool, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
     """Losses of four steps of a small Llama, and the gradients of the first."""
     cfg = ModelConfig(
-        name="test", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=16,
-        rope_theta=1e4, norm_eps=1e-5, use_flash_attention=flash, tie_embeddings=False,
+        name="llama3_debug", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=None, ffn_dim=48, vocab_size=61,
+        max_seq_len=16, rope_theta=1e4, norm_eps=1e-5, use_flash_attention=flash, tie_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(1)
     model = build_model(cfg)
