@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def test_planned_memory_is_what_tensors_take(
 FAULTS = {
     "operator": ("operator:aclnnSwiGlu:30:rank1", "ACL_ERROR_RT_AICORE_EXCEPTION", "rank 1"),
     "out of memory": ("oom:4:rank1", "the card has no memory left", "HCCL_E_REMOTE"),
-    "dead peer": ("peer_death:900:rank1", "", "rank 1 died"),
+    # Whichever notices first: the engine, or the exchange of losses, where Gloo does not say which rank it was.
+    "dead peer": ("peer_death:900:rank1", "", "rank 1 died|another rank is gone"),
     "collective": ("hccl_timeout:20:rank1", "", "TIMEOUT"),
 }
 
@@ -157,4 +159,4 @@ def test_a_fault_ends_all_ranks_with_its_cause(simulator: Path, tmp_path: Path, 
     assert second.returncode == (-9 if fault == "dead peer" else 1), both
     assert second.seconds < 120, both  # it ended by itself
     assert cause.lower() in second.output.lower(), both
-    assert "ERROR" in first.output and seen_by_peer in first.output, both
+    assert "ERROR" in first.output and re.search(seen_by_peer, first.output), both
