@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchtitan_npu.config import Config, config_from_dict
 from torchtitan_npu.fsdp import recompute_activations
 from torchtitan_npu.models import build_model
+from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning.memory import activation_bytes, estimate_memory
 from torchtitan_npu.train.loss import StepLoss
 from torchtitan_npu.train.optimizer import build_optimizer
@@ -19,10 +20,13 @@ from torchtitan_npu.train.optimizer import build_optimizer
 SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 160, "vocab_size": 512, "max_seq_len": 128, "n_layers": 5}
 
 
-def configuration(dtype: str, model: dict[str, Any], training: dict[str, Any]) -> Config:
+def configuration(
+    dtype: str, model: dict[str, Any], training: dict[str, Any], data: dict[str, Any] | None = None
+) -> Config:
     values = {"learning_rate": 1e-3, "max_steps": 1, "batch_size": 2, "seq_len": 128} | training
     return config_from_dict(
         {"model": {"name": "llama3_debug"} | SIZES | model, "training": values, "parallel": {"dtype": dtype}}
+        | {"data": data or {}}
     )
 
 
@@ -47,9 +51,10 @@ def measured_peak(config: Config) -> int:
     plain: Any = SimpleNamespace(forward=model)  # all that a loss needs of a ParallelModel
     step_loss = StepLoss(config, valid_labels=256, dp_degree=1, loss_scale=1.0)
     tokens = torch.randint(0, config.model.vocab_size, (training.batch_size, training.seq_len))
+    documents = Documents.from_ids(tokens // 64) if config.data.document_mask else None
     for _ in range(2):  # the first step fills caches
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step_loss(plain, tokens, tokens, None)[0].backward()
+            step_loss(plain, tokens, tokens, documents)[0].backward()
     live = peak = 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -82,6 +87,13 @@ def test_activations(dtype: str, flash: bool, mode: Any, chunk: int) -> None:
 )
 def test_activations_of_other_shapes(model: dict[str, Any], training: dict[str, Any]) -> None:
     config = configuration("bf16", model, training)
+    assert activation_bytes(config) == pytest.approx(measured_peak(config), rel=0.02)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_activations_with_attention_inside_documents(flash: bool) -> None:
+    """One mask for all blocks; about two hundred documents in two rows."""
+    config = configuration("bf16", {"use_flash_attention": flash}, {}, {"document_mask": True})
     assert activation_bytes(config) == pytest.approx(measured_peak(config), rel=0.02)
 
 

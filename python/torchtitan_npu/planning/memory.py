@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_npu.config import Config, ModelConfig, TrainingConfig, validate_world
 from torchtitan_npu.models import build_model, cut_for_planning
-from torchtitan_npu.ops import cross_entropy, linear_cross_entropy, z_loss
+from torchtitan_npu.ops import Documents, cross_entropy, linear_cross_entropy, z_loss
 from torchtitan_npu.ops.flash_npu import MASK_BYTES
 from torchtitan_npu.ops.npu_shapes import npu_shapes
 from torchtitan_npu.planning.activations import peak_of_micro_batch
@@ -139,25 +139,31 @@ def activation_bytes(cfg: Config) -> int:
     if cfg.parallel.tp_degree > 1:
         return _tensor_parallel_activation_bytes(cfg)
     on_npu = cfg.parallel.device == "npu"
-    peak = _traced_peak(cfg.model, cfg.training, _COMPUTE[cfg.parallel.dtype], on_npu=on_npu)
+    dtype, masked = _COMPUTE[cfg.parallel.dtype], cfg.data.document_mask
+    peak = _traced_peak(cfg.model, cfg.training, dtype, masked=masked, on_npu=on_npu)
     return peak + (MASK_BYTES if on_npu and cfg.model.use_flash_attention else 0)
 
 
 @functools.lru_cache(maxsize=64)  # tables and hints ask again for what the plan has asked
-def _traced_peak(model_cfg: ModelConfig, training: TrainingConfig, dtype: torch.dtype, *, on_npu: bool) -> int:
+def _traced_peak(
+    model_cfg: ModelConfig, training: TrainingConfig, dtype: torch.dtype, *, masked: bool, on_npu: bool
+) -> int:
     def build(num_layers: int) -> nn.Module:
         with torch.device("meta"):
             return build_model(replace(model_cfg, n_layers=num_layers))
 
     def loss_of(model: nn.Module) -> Tensor:
         tokens_BT = torch.empty(training.batch_size, training.seq_len, dtype=torch.int64, device="meta")
+        # One document a row: their number changes what a mask holds on NPUs only, and little.
+        ends_N = torch.empty(training.batch_size, dtype=torch.int64, device="meta")
+        documents = Documents(tokens_BT, ends_N) if masked else None
         weight = training.z_loss_weight
         if training.loss_chunk_tokens:
             chunk = training.loss_chunk_tokens
             head = partial(linear_cross_entropy, labels=tokens_BT, chunk_tokens=chunk, z_loss_weight=weight)
-            objective: Tensor = model(tokens_BT, None, head)[0]
+            objective: Tensor = model(tokens_BT, documents, head)[0]
             return objective
-        logits_BTV = model(tokens_BT)
+        logits_BTV = model(tokens_BT, documents)
         loss = cross_entropy(logits_BTV, tokens_BT)
         return loss + weight * z_loss(logits_BTV, tokens_BT) if weight else loss
 
