@@ -285,6 +285,11 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
             "2 must be 1 where parallel.strategy is ddp (not supported yet)",
         ),
         (
+            {"parallel": {"tp_degree": 2}, "training": {"loss_chunk_tokens": 512}},
+            "training.loss_chunk_tokens",
+            "512 must be null or 0 where parallel.tp_degree is not 1 (not supported yet)",
+        ),
+        (
             {"parallel": {"tp_degree": 2, "device": "npu"}},
             "parallel.tp_degree",
             "2 must be 1 where parallel.device is npu (not supported yet)",
@@ -523,6 +528,14 @@ def test_the_documentation_is_the_generated_one() -> None:
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == render_reference(), (
         "run: python -m torchtitan_npu.config.reference > docs/configuration.md"
     )
+
+
+def test_chunks_of_the_loss_unless_chosen() -> None:
+    """1,024 tokens, none under tensor parallelism, and what is written."""
+    assert config_from_dict(small()).loss_chunk_tokens == 1024
+    assert config_from_dict(small(parallel={"tp_degree": 2})).loss_chunk_tokens == 0
+    assert config_from_dict(small(training={"loss_chunk_tokens": 0})).loss_chunk_tokens == 0
+    assert config_from_dict(small(training={"loss_chunk_tokens": 7})).loss_chunk_tokens == 7
 
 
 def test_each_field_has_a_docstring() -> None:

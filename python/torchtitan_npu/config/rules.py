@@ -120,6 +120,13 @@ RULES: tuple[Rule, ...] = (
         "set it, to a tenth of training.max_steps for example",
     ),
     Rule(
+        "training.loss_chunk_tokens",
+        ("parallel.tp_degree",),
+        lambda chunk, degree: not chunk or degree == 1,
+        "must be null or 0 where parallel.tp_degree is not 1 (not supported yet)",
+        "leave it out",
+    ),
+    Rule(
         "training.z_loss_weight",
         ("parallel.tp_degree",),
         lambda weight, degree: weight == 0 or degree == 1,
@@ -252,11 +259,6 @@ HINTS: tuple[Hint, ...] = (
         ("profile.start", "training.max_steps", "profile.steps"),
         lambda start, max_steps, steps: steps > 0 and start > max_steps,
         "profile.start is {}, after the end of training (training.max_steps {}), so profile.steps {} has no effect",
-    ),
-    Hint(
-        ("training.loss_chunk_tokens", "parallel.tp_degree"),
-        lambda chunk, degree: chunk > 0 and degree > 1,
-        "training.loss_chunk_tokens {} has no effect with parallel.tp_degree {}: each rank holds a part of all logits",
     ),
     Hint(
         ("data.append_eos", "data.eos_id"),

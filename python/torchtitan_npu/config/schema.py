@@ -26,6 +26,8 @@ CONFIG_VERSION = 1
 DEFAULT_FROM = "default_from"
 PRESET = "preset"
 
+_LOSS_CHUNK_TOKENS = 1024
+
 _FROM_PRESET = {DEFAULT_FROM: PRESET}
 
 
@@ -150,8 +152,8 @@ class TrainingConfig:
     """Optimizer steps between log lines; step 1 is always logged."""
     resume: str = "auto"
     """auto continues from the newest complete checkpoint, none starts afresh, anything else is a checkpoint's path."""
-    loss_chunk_tokens: NonNegativeInt = 1024
-    """Tokens of a micro-batch whose logits are held at a time; 0 holds all logits. Same loss, less memory."""
+    loss_chunk_tokens: NonNegativeInt | None = None
+    """Tokens whose logits are held at a time: same loss, less memory. 0 holds all; null: 1024, or 0 with tp_degree."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log of the softmax's denominator, added to the loss of each token; 0 is off."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -250,3 +252,11 @@ class Config:
     """What the user should know before the run starts, one line each; the command line logs them."""
     source: str = field(default="configuration", compare=False)
     """The file's name, for messages."""
+
+    @property
+    def loss_chunk_tokens(self) -> int:
+        """``training.loss_chunk_tokens``, or what null stands for."""
+        chosen = self.training.loss_chunk_tokens
+        if chosen is not None:
+            return chosen
+        return _LOSS_CHUNK_TOKENS if self.parallel.tp_degree == 1 else 0

@@ -140,13 +140,13 @@ def activation_bytes(cfg: Config) -> int:
         return _tensor_parallel_activation_bytes(cfg)
     on_npu = cfg.parallel.device == "npu"
     dtype, masked = _COMPUTE[cfg.parallel.dtype], cfg.data.document_mask
-    peak = _traced_peak(cfg.model, cfg.training, dtype, masked=masked, on_npu=on_npu)
+    peak = _traced_peak(cfg.model, cfg.training, dtype, cfg.loss_chunk_tokens, masked=masked, on_npu=on_npu)
     return peak + (MASK_BYTES if on_npu and cfg.model.use_flash_attention else 0)
 
 
 @functools.lru_cache(maxsize=64)  # tables and hints ask again for what the plan has asked
 def _traced_peak(
-    model_cfg: ModelConfig, training: TrainingConfig, dtype: torch.dtype, *, masked: bool, on_npu: bool
+    model_cfg: ModelConfig, training: TrainingConfig, dtype: torch.dtype, chunk: int, *, masked: bool, on_npu: bool
 ) -> int:
     def build(num_layers: int) -> nn.Module:
         with torch.device("meta"):
@@ -158,8 +158,7 @@ def _traced_peak(
         ends_N = torch.empty(training.batch_size, dtype=torch.int64, device="meta")
         documents = Documents(tokens_BT, ends_N) if masked else None
         weight = training.z_loss_weight
-        if training.loss_chunk_tokens:
-            chunk = training.loss_chunk_tokens
+        if chunk:
             head = partial(linear_cross_entropy, labels=tokens_BT, chunk_tokens=chunk, z_loss_weight=weight)
             objective: Tensor = model(tokens_BT, documents, head)[0]
             return objective

@@ -31,8 +31,7 @@ class StepLoss:
     def __init__(self, cfg: Config, *, valid_labels: int, dp_degree: int, loss_scale: float) -> None:
         """``loss_scale``: what a ``GradScaler`` multiplies the loss by; 1 where there is none."""
         self._z_loss_weight = cfg.training.z_loss_weight
-        # Tensor-parallel ranks have a part of the vocabulary each, of all tokens.
-        self._chunk_tokens = cfg.training.loss_chunk_tokens if cfg.parallel.tp_degree == 1 else 0
+        self._chunk_tokens = cfg.loss_chunk_tokens
         self._factor = dp_degree / valid_labels
         self._loss_scale = loss_scale
 

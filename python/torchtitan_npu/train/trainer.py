@@ -288,10 +288,11 @@ class Trainer:
         self.checkpoints.settle()
         last = self.checkpoints.last
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
+        other_format = "" if self.cfg.parallel.dtype == "fp32" else ", or try parallel.dtype=fp32"
         raise TrainingError(
             f"step {step}: {what} is not finite; the update was not applied on any rank, and {kept}. The step read the "
-            f"global samples {first_sample}..{self.loader.global_sample - 1}. Lower training.learning_rate, lengthen "
-            "training.warmup_steps, or try parallel.dtype=fp32, and start the same command again"
+            f"global samples {first_sample}..{self.loader.global_sample - 1}. Lower training.learning_rate or "
+            f"lengthen training.warmup_steps{other_format}, and start the same command again"
         )
 
     def _already_finished(self, chosen: Path | None) -> bool:
