@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from launch import NPU_PYTHON
+from ports import free_port
 from simulated import ROOT, Run, simulator_environment
 
 CLI = ("-m", "torchtitan_npu.cli")
@@ -166,6 +166,33 @@ def test_an_operator_that_fails_on_the_card_is_explained(run: Run, queue: str) -
     assert "ERROR: ACL_ERROR_RT_AICORE_EXCEPTION (507015): an operator failed on the card" in done.stderr
 
 
+def test_a_collective_that_notices_a_failed_card_first_does_not_blame_another_rank(run: Run) -> None:
+    """What the engine raises then says nothing of the card: "current working operator name is HcclReduceScatter"."""
+    done = run(
+        """
+        import sys
+        import torch
+        from torchtitan_npu import _C
+        from torchtitan_npu.launch import Environment, run_rank, setup_logging
+
+        def main() -> int:
+            x = torch.ones(8, 8, device="npu")
+            try:
+                (x @ x).cpu()
+            except RuntimeError:
+                raise _C.PeerError("rank 0: the reduction of bucket 1 failed: a peer died, failed, or did not arrive")
+            return 0
+
+        setup_logging(0, 1)
+        sys.exit(run_rank(main, Environment()))
+        """,
+        TT_SIM_FAULT="operator:aclnnMatmul:1",
+    )
+    assert done.returncode == 1, done.stderr
+    assert "ERROR: this rank's card failed, which a collective noticed first: rank 0: the reduction" in done.stderr
+    assert "ACL_ERROR_RT_AICORE_EXCEPTION (507015): an operator failed on the card" in done.stderr
+
+
 CONFIG = """
 model:
   {name: llama3_debug, dim: 48, n_layers: 2, n_heads: 4, n_kv_heads: 2, ffn_dim: 88, vocab_size: 61, max_seq_len: 32}
@@ -181,10 +208,7 @@ def train(simulator: Path, folder: Path, **more: str) -> subprocess.CompletedPro
             tokens = [(document * 7 + position * 3) % 61 for position in range(40)]
             file.write(json.dumps({"tokens": tokens, "length": len(tokens)}) + "\n")
     (folder / "tiny.yaml").write_text(CONFIG)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = ["torchrun", "--nproc_per_node", "2", "--master_port", str(port), str(ROOT / "train.py")]
+    launch = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "train.py")]
     paths = ["--config", folder / "tiny.yaml", "--data_dir", folder / "data.jsonl"]
     paths += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "logs"]
     return run_cli(simulator, *CLI, "simulate", "--npus", "2", "--", *launch, *map(str, paths), **more)

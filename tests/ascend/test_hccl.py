@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 from pathlib import Path
 
 import pytest
 from launch import NPU_PYTHON, report, run_ranks
+from ports import free_port
 
 PROGRAMS = str(Path(__file__).with_name("hccl_programs.py"))
 
@@ -198,11 +198,8 @@ def test_torch_distributed(tmp_path, ranks, settings):
 
 def test_two_machines(tmp_path):
     """Two launchers on this host: each has cards 0 and 1, and nothing may go by the number of the card."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    launch += [f"--master-port={port}", "--node-rank={rank}", TORCH_PROGRAM, str(tmp_path / "store")]
+    launch += [f"--master-port={free_port()}", "--node-rank={rank}", TORCH_PROGRAM, str(tmp_path / "store")]
     run_ranks(launch, 2, timeout=300, python=NPU_PYTHON)
 
 

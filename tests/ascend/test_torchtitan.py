@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from launch import run_ranks
+from ports import free_port
 from simulated import HERE, find_simulator, simulator_environment
 
 TITAN_PYTHON = os.environ.get("TT_TITAN_PYTHON", sys.executable)
@@ -32,12 +32,6 @@ def run(*command: str) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_debug_model_trains_with_fsdp2(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from launch import report, run_ranks
+from ports import free_port
 from simulated import HERE, ROOT, simulator_environment
 
 # Relative difference of a step's loss. fp32 differs in the order of sums; the others round at other places.
@@ -139,11 +139,8 @@ def test_a_fault_ends_all_ranks_with_its_cause(simulator: Path, tmp_path: Path, 
     command += ["--data_dir", str(tmp_path / "data.jsonl"), "--checkpoint_dir", str(tmp_path / "checkpoints")]
     command += ["--log_dir", str(tmp_path / "logs"), "--parallel.device", "npu", "--model.n_layers", "2"]
     command += ["--training.batch_size", "1", "--training.seq_len", "64", "--training.max_steps", "1000"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     # Without torchrun, which would end the other rank itself. What still runs after the timeout is killed (-9).
-    ranks = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     first, second = run_ranks(
         command,
         2,

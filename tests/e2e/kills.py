@@ -25,7 +25,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from e2e.conftest import Workspace, free_port, workspace_maker
+from ports import free_port
+
+from e2e.conftest import Workspace, workspace_maker
 
 INTERVAL = 2
 RANKS = 2

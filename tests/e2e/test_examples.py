@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from .conftest import TIMEOUT_SECONDS, clean_environment, free_port
+from .conftest import TIMEOUT_SECONDS, clean_environment
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/transformers_model.py"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ports import free_port
 
 from torchtitan_npu.config import load_config
 from torchtitan_npu.fsdp import plan_model
@@ -17,7 +18,7 @@ from torchtitan_npu.models import build_model
 from torchtitan_npu.planning import fsdp_options
 from torchtitan_npu.planning.traffic import planned_traffic
 
-from .conftest import TIMEOUT_SECONDS, Workspace, clean_environment, free_port
+from .conftest import TIMEOUT_SECONDS, Workspace, clean_environment
 
 CAPS = ("0.02", "none")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchtitan_npu.launch.distributed import PeerFailureError, announce_failure, announced_failure, first_line
 from torchtitan_npu.launch.environment import Environment
-from torchtitan_npu.launch.npu_errors import explain_codes, is_collective_failure
+from torchtitan_npu.launch.npu_errors import explain_codes, is_collective_failure, own_card_failure
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,11 @@ def run_rank(main: Callable[[], int], env: Environment) -> int:
         status = EXIT_INTERRUPTED
     except Exception as error:
         status = EXIT_FAILURE
-        if not _is_consequence(error, env):
+        card = own_card_failure() if _from_collective(error) else ""
+        if card:
+            announce_failure(env.rank, f"its card failed: {card}")
+            logger.error("this rank's card failed, which a collective noticed first: %s\n%s", error, card)
+        elif not _is_consequence(error, env):
             announce_failure(env.rank, _summary(error))
             if is_user_error(error):
                 logger.error("%s", error)

@@ -16,6 +16,9 @@ _CODE = re.compile(r"error ?code(?: is)?\s*[:=]?\s*\[?(\d{1,6})\b", re.IGNORECAS
 _WITHOUT_CODE = ("ACL stream synchronize failed", "The Inner error is reported as above", "HCCL_E_RUNTIME")
 _ASK_MILLISECONDS = 2000
 _LEAST_ACL_CODE = 100000
+# 507xxx: errors of the runtime on the card; 507046: it is still at work.
+_RUNTIME_CODES = 507
+_SYNC_TIMEOUT = 507046
 _MOST_EXPLANATIONS = 3
 # What a rank sees of a peer that is gone or does not come: on its card, and from HCCL itself.
 _COLLECTIVE_ACL = {507048, 507057}
@@ -43,6 +46,20 @@ def is_collective_failure(message: str) -> bool:
     return any(code in (_COLLECTIVE_HCCL if is_hccl else _COLLECTIVE_ACL) for is_hccl, code in _codes(message))
 
 
+def own_card_failure() -> str:
+    """What this rank's own card failed with, explained; empty if it works, waits for another rank, or there is none.
+
+    After a failed operator everything that is sent to the card fails, and a collective may be the first to notice. So
+    the card is asked: the message may only say that a collective failed, or hold the codes of another rank.
+    """
+    code = _card_error()
+    if code // 1000 != _RUNTIME_CODES or code in _COLLECTIVE_ACL or code == _SYNC_TIMEOUT:
+        return ""
+    from torchtitan_npu import _C
+
+    return _C.explain_acl(code)
+
+
 def _codes(message: str) -> Iterator[tuple[bool, int]]:
     """(whether it is HCCL's, code), in the order of the message."""
     if any(words in message for words in _WITHOUT_CODE) and _CODE.search(message) is None:
@@ -60,8 +77,21 @@ def _codes(message: str) -> Iterator[tuple[bool, int]]:
 
 def _last_error() -> int:
     """AscendCL's last error in this thread, or what the card failed with; 0 if there is none, or no AscendCL here."""
+    library = _ascendcl()
+    return int(library.aclrtPeekAtLastError(0) if library else 0) or _card_error()
+
+
+def _card_error() -> int:
+    """What the card failed with, waiting at most two seconds for its work; 0 if it did not, or no AscendCL here."""
+    library = _ascendcl()
+    return int(library.aclrtSynchronizeDeviceWithTimeout(_ASK_MILLISECONDS)) if library else 0
+
+
+def _ascendcl() -> ctypes.CDLL | None:
+    """The library, if this process has loaded it and it has what is called here."""
     try:
         library = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD)
-        return int(library.aclrtPeekAtLastError(0) or library.aclrtSynchronizeDeviceWithTimeout(_ASK_MILLISECONDS))
-    except (OSError, AttributeError):
-        return 0
+    except OSError:
+        return None
+    names = ("aclrtPeekAtLastError", "aclrtSynchronizeDeviceWithTimeout")
+    return library if all(hasattr(library, name) for name in names) else None
