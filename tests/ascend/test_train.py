@@ -99,6 +99,7 @@ def test_the_example_for_npus(simulator: Path, tmp_path: Path, ranks: int) -> No
         ({}, {"batch_size": 6, "activation_checkpointing": "selective"}, "bf16"),
         ({"use_flash_attention": False, "n_layers": 4}, {"batch_size": 4}, "bf16"),
         ({"dim": 512, "ffn_dim": 1376, "n_layers": 3, "vocab_size": 8000}, {"activation_checkpointing": True}, "fp32"),
+        ({}, {"optimizer_state_offload": True, "optimizer_state_dtype": "bf16"}, "bf16"),
     ],
 )
 def test_planned_memory_is_what_tensors_take(

@@ -35,6 +35,8 @@ def saved_names(checkpoint: Path) -> set[str]:
         (*SGD, "--training.momentum", "0"),
         (*SGD, "--parallel.strategy", "ddp", "--training.momentum", "0", "--training.optimizer_impl", "foreach"),
         ("--training.optimizer_impl", "foreach"),
+        ("--training.optimizer_state_dtype", "bf16"),
+        ("--training.optimizer_state_dtype", "bf16", "--parallel.strategy", "ddp"),
     ],
 )
 def test_continues_bit_by_bit(make_workspace: Callable[..., Workspace], flags: tuple[str, ...]) -> None:

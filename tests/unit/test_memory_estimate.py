@@ -108,7 +108,13 @@ def test_planning_needs_no_memory_of_the_models_size() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 @pytest.mark.parametrize(
-    ("training", "copies"), [({}, 2), ({"optimizer": "sgd"}, 1), ({"optimizer": "sgd", "momentum": 0}, 0)]
+    ("training", "copies"),
+    [
+        ({}, 2),
+        ({"optimizer": "sgd"}, 1),
+        ({"optimizer": "sgd", "momentum": 0}, 0),
+        ({"optimizer_state_dtype": "bf16"}, 1),
+    ],
 )
 def test_optimizer_state(strategy: str, training: dict[str, Any], copies: int) -> None:
     """What the optimizer that is built for the model holds, per parameter."""

@@ -135,7 +135,11 @@ def test_knobs_fit_the_configuration(cfg: Config, expected: str) -> None:
 def test_a_configuration_without_knobs() -> None:
     small = {"use_flash_attention": True, "max_seq_len": 1, "vocab_size": 2, "dim": 64, "n_layers": 1}
     cfg = _config(
-        model=small, parallel={"prefetch": 0, "bucket_cap_mb": 1}, batch_size=1, activation_checkpointing=True
+        model=small,
+        parallel={"prefetch": 0, "bucket_cap_mb": 1},
+        batch_size=1,
+        activation_checkpointing=True,
+        optimizer_state_dtype="bf16",
     )
     assert cheapest_knobs(cfg, 1) == []
     assert "no setting saves much here" in explain(MemoryError(), cfg, Environment(), CPU, "in step 1")

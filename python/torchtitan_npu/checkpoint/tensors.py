@@ -15,7 +15,9 @@ _OPTIMIZER = "optimizer."
 
 
 def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter of an AdamW or SGD the state that it would create at its first step.
+    """Give every parameter the state that it would get at the optimizer's first step.
+
+    For AdamW, SGD, and optimizers with a method ``new_state(parameter)``.
 
     Memory then does not grow at step 1, and a checkpoint can be loaded into an optimizer that has not stepped.
     """
@@ -32,6 +34,9 @@ def _new_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
         # Without dampening, zeros become the first gradient, which is what SGD itself starts from.
         assert group["dampening"] == 0
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+    new_state = getattr(optimizer, "new_state", None)
+    if new_state is not None:
+        return new_state(parameter)
     assert isinstance(optimizer, torch.optim.AdamW), type(optimizer)
     return {
         # The fused kernel reads it on the parameter's device, the others on the CPU.

@@ -71,6 +71,20 @@ RULES: tuple[Rule, ...] = (
         "change one of them",
     ),
     Rule(
+        "training.optimizer_state_dtype",
+        ("training.optimizer",),
+        lambda dtype, optimizer: dtype == "fp32" or optimizer == "adamw",
+        "must be fp32 where training.optimizer is not adamw: not supported for others",
+        "set it to fp32 or training.optimizer to adamw",
+    ),
+    Rule(
+        "training.optimizer_state_offload",
+        ("training.optimizer",),
+        lambda offload, optimizer: not offload or optimizer == "adamw",
+        "must be false where training.optimizer is not adamw: not supported for others",
+        "set it to false or training.optimizer to adamw",
+    ),
+    Rule(
         "training.seq_len",
         ("model.max_seq_len",),
         lambda seq_len, longest: seq_len <= longest,

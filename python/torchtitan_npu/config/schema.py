@@ -136,6 +136,10 @@ class TrainingConfig:
     """The decay rate of sgd's momentum; 0 keeps none."""
     optimizer_impl: Literal["fused", "foreach"] = "fused"
     """One kernel for the whole update, or a kernel per operation; they round differently, foreach needs more memory."""
+    optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How adamw's moments are kept; bf16 halves them, rounded at random so that the mean stays. Updates are in fp32."""
+    optimizer_state_offload: bool = False
+    """Keep adamw's moments in the host's memory: less on the card, slower steps. Refused on the CPU."""
     parameter_groups: tuple[ParameterGroup, ...] = ()
     """Other settings for some parameters, by name; of those that match one, the first counts."""
     max_grad_norm: PositiveFloat | None = 1.0

@@ -37,7 +37,7 @@ class MemoryEstimate:
     gradients: int
     """fp32, one per parameter."""
     optimizer: int
-    """The optimizer's state, fp32: AdamW's two moments or SGD's momentum."""
+    """The optimizer's state: AdamW's two moments or SGD's momentum, without what is kept on the host."""
     buffers: int
     """Gathered parameters and communication buffers."""
     activations: int
@@ -76,7 +76,7 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
         return MemoryEstimate(
             parameters=plan.parameter_bytes,
             gradients=plan.gradient_bytes,
-            optimizer=_moments(cfg) * plan.parameter_bytes,
+            optimizer=_state_bytes(cfg, plan.parameter_bytes),
             buffers=plan.arena_bytes,
             activations=activations,
         )
@@ -86,15 +86,18 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     # DDP's gradients are views of its buckets; autocast keeps a 16-bit copy of every matrix during a step.
     copies = size // 2 if cfg.parallel.dtype != "fp32" else 0
     return MemoryEstimate(
-        parameters=size, gradients=size, optimizer=_moments(cfg) * size, buffers=copies, activations=activations
+        parameters=size, gradients=size, optimizer=_state_bytes(cfg, size), buffers=copies, activations=activations
     )
 
 
-def _moments(cfg: Config) -> int:
-    """Values that the optimizer keeps per parameter."""
-    if cfg.training.optimizer == "sgd":
-        return 1 if cfg.training.momentum else 0
-    return 2
+def _state_bytes(cfg: Config, parameter_bytes: int) -> int:
+    """What the optimizer keeps on the card for fp32 parameters of ``parameter_bytes``."""
+    training = cfg.training
+    if training.optimizer == "sgd":
+        return parameter_bytes if training.momentum else 0
+    if training.optimizer_state_offload:
+        return 0
+    return parameter_bytes if training.optimizer_state_dtype == "bf16" else 2 * parameter_bytes
 
 
 def memory_kinds(cfg: Config, memory: MemoryEstimate) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtitan_npu.checkpoint.tensors import initialize_optimizer_state
 from torchtitan_npu.config import Config, match_parameter_groups
+from torchtitan_npu.train.stored_moments import StoredMomentsAdamW
 
 _SCALE = "learning_rate_scale"
 
@@ -68,7 +69,17 @@ def _make(cfg: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     how = {training.optimizer_impl: True}
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=training.learning_rate, momentum=training.momentum, **how)
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, **how)
+    if training.optimizer_state_dtype == "fp32" and not training.optimizer_state_offload:
+        return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, **how)
+    return StoredMomentsAdamW(
+        groups,
+        dtype=torch.bfloat16 if training.optimizer_state_dtype == "bf16" else torch.float32,
+        on_host=training.optimizer_state_offload,
+        seed=training.seed,
+        lr=training.learning_rate,
+        betas=training.betas,
+        fused=training.optimizer_impl == "fused",
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

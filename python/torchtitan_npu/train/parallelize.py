@@ -103,6 +103,13 @@ def refuse_device(cfg: Config, device: torch.device) -> None:
             "parallel.device to cpu",
         )
         raise ConfigError(cfg.source, [problem])
+    if cfg.training.optimizer_state_offload and device.type == "cpu":
+        problem = Problem(
+            "training.optimizer_state_offload",
+            "true has nothing to move where ranks train on the CPU; set it to false, or "
+            "training.optimizer_state_dtype to bf16 to halve that memory",
+        )
+        raise ConfigError(cfg.source, [problem])
 
 
 def make_scaler(cfg: Config, model: ParallelModel) -> GradScaler:
