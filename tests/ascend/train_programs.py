@@ -1,7 +1,7 @@
 """What the ranks of test_train.py run: the trainer on cards and on the CPU, in the same processes.
 
-Arguments: a folder with data.jsonl, and the cases as "strategy:dtype" separated by commas. Rank 0 prints one JSON line
-per case.
+Arguments: a folder with data.jsonl, and the cases, separated by commas, as "strategy:dtype" or
+"strategy:dtype:tp_degree". Rank 0 prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from torchtitan_npu.train.trainer import Trainer
 STEPS = 4
 
 
-def train(folder: Path, strategy: str, dtype: str, device: torch.device, steps: int, name: str) -> list[float]:
+def train(folder: Path, case: str, device: torch.device, steps: int, name: str) -> list[float]:
     """The losses of the steps that were run; checkpoints go to, and come from, ``name``."""
+    strategy, dtype, tp = (*case.split(":"), "1")[:3]
     config = {
         "model": {"name": "llama3_debug", "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
         | {"max_seq_len": 64, "use_flash_attention": strategy != "ddp"},
         "training": {"batch_size": 2, "seq_len": 64, "learning_rate": 1e-2, "max_steps": steps, "warmup_steps": 1}
         | {"lr_schedule": "constant", "gradient_accumulation_steps": 2}
         | {"checkpoint": {"async_save": strategy == "fsdp", "save_interval": 2}},
-        "parallel": {"strategy": strategy, "dtype": dtype, "replicate_degree": 2 if strategy == "hsdp" else 1},
+        "parallel": {"strategy": strategy, "dtype": dtype, "replicate_degree": 2 if strategy == "hsdp" else 1}
+        | {"tp_degree": int(tp)},
     }
     file = folder / f"{name}.{os.environ['RANK']}.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -55,18 +57,17 @@ def main() -> None:
     connect(env, read_timeouts(), card)
     cpu = torch.device("cpu")
     for case in cases:
-        strategy, dtype = case.split(":")
-        name = f"{strategy}-{dtype}"
+        name = case.replace(":", "-")
         result = {
             "case": case,
-            "cpu": train(folder, strategy, dtype, cpu, STEPS, f"{name}-cpu"),
-            "npu": train(folder, strategy, dtype, card, STEPS, f"{name}-npu"),
+            "cpu": train(folder, case, cpu, STEPS, f"{name}-cpu"),
+            "npu": train(folder, case, card, STEPS, f"{name}-npu"),
         }
-        if dtype == "fp32":  # half on one, half on the other
-            first = train(folder, strategy, dtype, cpu, STEPS // 2, f"{name}-moved")
-            result["cpu then npu"] = first + train(folder, strategy, dtype, card, STEPS, f"{name}-moved")
-            first = train(folder, strategy, dtype, card, STEPS // 2, f"{name}-back")
-            result["npu then cpu"] = first + train(folder, strategy, dtype, cpu, STEPS, f"{name}-back")
+        if "fp32" in case:  # half on one, half on the other
+            first = train(folder, case, cpu, STEPS // 2, f"{name}-moved")
+            result["cpu then npu"] = first + train(folder, case, card, STEPS, f"{name}-moved")
+            first = train(folder, case, card, STEPS // 2, f"{name}-back")
+            result["npu then cpu"] = first + train(folder, case, cpu, STEPS, f"{name}-back")
         if env.rank == 0:
             print(json.dumps(result), flush=True)
     gather_rows([0.0])

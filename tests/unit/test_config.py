@@ -290,11 +290,6 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
             "512 must be null or 0 where parallel.tp_degree is not 1 (not supported yet)",
         ),
         (
-            {"parallel": {"tp_degree": 2, "device": "npu"}},
-            "parallel.tp_degree",
-            "2 must be 1 where parallel.device is npu (not supported yet)",
-        ),
-        (
             {"parallel": {"tp_degree": 4}, "training": {"seq_len": 1022}},
             "training.seq_len",
             "1022 must be a multiple of parallel.tp_degree",

@@ -113,13 +113,6 @@ RULES: tuple[Rule, ...] = (
         "set parallel.strategy to fsdp or hsdp",
     ),
     Rule(
-        "parallel.tp_degree",
-        ("parallel.device",),
-        lambda degree, device: degree == 1 or device != "npu",
-        "must be 1 where parallel.device is npu (not supported yet)",
-        "set it to 1, or parallel.device to cpu",
-    ),
-    Rule(
         "training.seq_len",
         ("parallel.tp_degree",),
         lambda seq_len, degree: seq_len % degree == 0,

@@ -122,9 +122,9 @@ class FSDPState:
         self.ranks = mesh.shard
         self.policy = policy
         self.tensor_mesh = common_mesh([(info.name, info.layout) for info in plan.params], mesh.everyone.ranks)
-        if self.tensor_mesh is not None and device.type != "cpu":
+        if self.tensor_mesh is not None and device.type not in ("cpu", "npu"):
             name = next(info.name for info in plan.params if info.layout is not None)
-            raise ValueError(f"not supported yet: DTensor parameters on {device} (parameter '{name}'); use the CPU")
+            raise ValueError(f"not supported yet: DTensor parameters on {device} (parameter '{name}')")
         self.is_first = mesh.everyone.is_first and is_first_of(self.tensor_mesh)
         self.device = device
         self.communicator = communicator

@@ -96,11 +96,11 @@ def refuse_device(cfg: Config, device: torch.device) -> None:
     Raises:
         ConfigError: ``device`` cannot train what ``cfg`` describes.
     """
-    if cfg.parallel.tp_degree > 1 and device.type != "cpu":
+    if cfg.parallel.tp_degree > 1 and device.type not in ("cpu", "npu"):
         problem = Problem(
             "parallel.tp_degree",
             f"{cfg.parallel.tp_degree} is not supported yet on {device.type.upper()}s; set it to 1, or "
-            "parallel.device to cpu",
+            "parallel.device to cpu or npu",
         )
         raise ConfigError(cfg.source, [problem])
     if cfg.training.optimizer_state_offload and device.type == "cpu":
