@@ -84,7 +84,8 @@ def measure(spec: dict[str, Any]) -> Reply:
     candidates = []
     for cap in caps:
         plan = plan_model(model, spec["ranks"], mixed_precision=policy, bucket_cap_mb=cap)
-        candidates.append(Candidate(cap, plan, planned_traffic(plan), measured[cap_name(cap)]))
+        moments = 2 * plan.parameter_bytes
+        candidates.append(Candidate(cap, plan, planned_traffic(plan), measured[cap_name(cap)], moments))
     fastest = min(candidates, key=lambda c: c.measured.step_seconds)
     rows = [{"engine": "ours", **candidate_row(c, fastest, fastest)} for c in candidates]
     theirs = measured[FSDP2]

@@ -39,6 +39,12 @@ def tune_main(argv: Sequence[str] | None = None) -> int:
         if config.parallel.tp_degree > 1:
             what = f"{config.parallel.tp_degree} is not supported yet by tune; set it to 1"
             raise ConfigError(str(args.config), [Problem("parallel.tp_degree", what)])
+        if config.parallel.device == "npu":
+            what = "npu is not supported yet by tune, which measures on the CPU; set it to cpu"
+            raise ConfigError(str(args.config), [Problem("parallel.device", what)])
+        if config.training.optimizer_state_offload:
+            what = "true is not supported by tune, which measures on the CPU; set it to false"
+            raise ConfigError(str(args.config), [Problem("training.optimizer_state_offload", what)])
         return _tune(config, args)
     except ConfigError as error:
         cli.say(f"{error}\n")
@@ -58,8 +64,9 @@ def _tune(config: Config, args: argparse.Namespace) -> int:
     if env.rank == 0:
         cli.log_notes(config)
     from torchtitan_npu.planning.tune import TuneArgs, run
+    from torchtitan_npu.train.tune_trial import TuneTrial
 
-    return run(config, TuneArgs(args.caps, args.steps, args.predict_ranks, args.output_dir))
+    return run(config, TuneArgs(args.caps, args.steps, args.predict_ranks, args.output_dir), TuneTrial)
 
 
 def _parser() -> cli.Parser:

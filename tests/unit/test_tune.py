@@ -44,7 +44,7 @@ def candidate(step_ms: list[float], planned: int = 0, cap: float | None = None, 
     measured = Measured(steps=[[1e-3 * ms] for ms in step_ms], waits=[[1e-3 * exposed_ms] for _ in step_ms])
     plan = three()
     plan = dataclasses.replace(plan, gather_bytes=plan.gather_bytes + planned)
-    return Candidate(cap, plan, planned_traffic(plan), measured)
+    return Candidate(cap, plan, planned_traffic(plan), measured, 2 * plan.parameter_bytes)
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
@@ -220,6 +220,8 @@ def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--cap", "1"], "unrecognized arguments: --cap 1; did you mean --caps?"),
         (["--parallel.strategy", "ddp"], "parallel.strategy: is ddp; tune measures fsdp"),
         (["--parallel.tp_degree", "2"], "parallel.tp_degree: 2 is not supported yet by tune; set it to 1"),
+        (["--parallel.device", "npu"], "parallel.device: npu is not supported yet by tune"),
+        (["--training.optimizer_state_offload", "true"], "true is not supported by tune, which measures on the CPU"),
         (["--parallel.prefetch", "9"], "it must be >= 0 and <= 8"),
         (["--parallel.dp_degree", "2"], "WORLD_SIZE is 1"),
     ],

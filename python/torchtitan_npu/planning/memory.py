@@ -76,7 +76,7 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
         return MemoryEstimate(
             parameters=plan.parameter_bytes,
             gradients=plan.gradient_bytes,
-            optimizer=_state_bytes(cfg, plan.parameter_bytes),
+            optimizer=optimizer_state_bytes(cfg, plan.parameter_bytes),
             buffers=plan.arena_bytes,
             activations=activations,
         )
@@ -86,11 +86,15 @@ def estimate_memory(cfg: Config, world_size: int) -> MemoryEstimate:
     # DDP's gradients are views of its buckets; autocast keeps a 16-bit copy of every matrix during a step.
     copies = size // 2 if cfg.parallel.dtype != "fp32" else 0
     return MemoryEstimate(
-        parameters=size, gradients=size, optimizer=_state_bytes(cfg, size), buffers=copies, activations=activations
+        parameters=size,
+        gradients=size,
+        optimizer=optimizer_state_bytes(cfg, size),
+        buffers=copies,
+        activations=activations,
     )
 
 
-def _state_bytes(cfg: Config, parameter_bytes: int) -> int:
+def optimizer_state_bytes(cfg: Config, parameter_bytes: int) -> int:
     """What the optimizer keeps on the card for fp32 parameters of ``parameter_bytes``."""
     training = cfg.training
     if training.optimizer == "sgd":

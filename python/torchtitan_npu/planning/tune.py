@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
 
 from torchtitan_npu.config import Config
 from torchtitan_npu.launch import (
@@ -22,14 +23,12 @@ from torchtitan_npu.launch import (
     run_rank,
     together,
 )
-from torchtitan_npu.models import build_model
-from torchtitan_npu.ops import cross_entropy
 from torchtitan_npu.planning.fabric import Fabric, measure_fabric, probe_sizes
-from torchtitan_npu.planning.memory import estimate_memory, format_bytes, plan_fsdp
+from torchtitan_npu.planning.memory import estimate_memory, format_bytes, optimizer_state_bytes, plan_fsdp
 from torchtitan_npu.planning.options import fsdp_options
 from torchtitan_npu.planning.process_memory import available_bytes
 from torchtitan_npu.planning.traffic import planned_traffic
-from torchtitan_npu.planning.tune_measure import measure_in_turns
+from torchtitan_npu.planning.tune_measure import Trial, measure_in_turns
 from torchtitan_npu.planning.tune_report import Candidate, Prediction, cap_name, predict, recommend, report
 
 if TYPE_CHECKING:
@@ -58,16 +57,22 @@ class TuneArgs:
     output_dir: Path
 
 
-def run(cfg: Config, args: TuneArgs) -> int:
-    """Tune in this process as one rank; return the exit status. Failures are reported as those of training."""
+MakeTrial = Callable[[Config, Environment], Trial]
+
+
+def run(cfg: Config, args: TuneArgs, make_trial: MakeTrial) -> int:
+    """Tune in this process as one rank; return the exit status. Failures are reported as those of training.
+
+    ``make_trial``: builds what is timed, of a configuration with as many layers as fit and one of the caps.
+    """
     env = read_environment()
     try:
-        return run_rank(lambda: _run(cfg, args, env), env)
+        return run_rank(lambda: _run(cfg, args, env, make_trial), env)
     finally:
         disconnect()
 
 
-def _run(cfg: Config, args: TuneArgs, env: Environment) -> int:
+def _run(cfg: Config, args: TuneArgs, env: Environment, make_trial: MakeTrial) -> int:
     connect(env, read_timeouts(), torch.device("cpu"))
     if args.predict_ranks and env.world_size < 2:
         raise TuneError(
@@ -92,15 +97,18 @@ def _run(cfg: Config, args: TuneArgs, env: Environment) -> int:
     logging.getLogger("torchtitan_npu.fsdp").setLevel(logging.WARNING)  # one line per model; there are many here
     fabric = _measure_fabric(cfg, list(plans.values()), env)
 
-    def trial_of(config: Config) -> ConfiguredModel:
-        return ConfiguredModel(config, env.rank)
-
-    makers = {name: (lambda config=config: trial_of(config)) for name, config in configs.items()}
+    makers = {name: partial(make_trial, config, env) for name, config in configs.items()}
     measured = measure_in_turns(makers, args.steps, cfg.training.seed)
     micro_batches = cfg.training.gradient_accumulation_steps
     candidates = [
-        Candidate(by_name[name], plans[name], planned_traffic(plans[name], micro_batches), measured[name])
-        for name in by_name
+        Candidate(
+            by_name[name],
+            plan,
+            planned_traffic(plan, micro_batches),
+            measured[name],
+            optimizer_state_bytes(cfg, plan.parameter_bytes),
+        )
+        for name, plan in plans.items()
     ]
     predictions: list[Prediction] = []
     for ranks in args.predict_ranks:
@@ -144,33 +152,3 @@ def _measure_fabric(cfg: Config, plans: list[FSDPPlan], env: Environment) -> Fab
     largest = max(max(planned_traffic(plan).gathers) for plan in plans)
     largest = min(largest, 64 * MIB)
     return measure_fabric(probe_sizes(largest), **fsdp_options(cfg.parallel))
-
-
-class ConfiguredModel:
-    """The model of a configuration under FSDP, with its optimizer, trained on random tokens."""
-
-    def __init__(self, cfg: Config, rank: int) -> None:
-        from torchtitan_npu.fsdp import FSDP
-
-        with torch.device("meta"):
-            model = build_model(cfg.model)
-        self._cfg = cfg.training
-        # FSDP returns the module that it was given, extended.
-        self._model: Any = FSDP(model, init_seed=cfg.training.seed, **fsdp_options(cfg.parallel))  # type: ignore[call-arg]
-        self.model = cast(nn.Module, self._model)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=cfg.training.learning_rate, fused=True)
-        shape = (cfg.training.batch_size, cfg.training.seq_len + 1)
-        generator = torch.Generator().manual_seed(cfg.training.seed + rank)
-        self._tokens_BT: Tensor = torch.randint(cfg.model.vocab_size, shape, generator=generator)
-
-    def step(self) -> None:
-        """Forward and backward of every micro-batch, clipping, optimizer, as in training."""
-        inputs_BT, labels_BT = self._tokens_BT[:, :-1], self._tokens_BT[:, 1:]
-        scale = 1 / (labels_BT.numel() * self._cfg.gradient_accumulation_steps)
-        for _ in range(self._cfg.gradient_accumulation_steps):
-            loss = cross_entropy(self._model(inputs_BT), labels_BT) * scale
-            loss.backward()
-        if self._cfg.max_grad_norm is not None:
-            self._model.clip_grad_norm_(self._cfg.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()

@@ -38,6 +38,8 @@ class Candidate:
     plan: FSDPPlan
     traffic: Traffic
     measured: Measured
+    optimizer_bytes: int
+    """Per rank, of the optimizer's state."""
 
     @property
     def name(self) -> str:
@@ -45,8 +47,9 @@ class Candidate:
 
     @property
     def planned_bytes(self) -> int:
-        """Per rank: shards, gradients, AdamW's two moments, arena. Exact, unlike a process's size."""
-        return 3 * self.plan.parameter_bytes + self.plan.gradient_bytes + self.plan.arena_bytes
+        """Per rank: shards, gradients, optimizer, arena. Exact, unlike a process's size."""
+        plan = self.plan
+        return plan.parameter_bytes + plan.gradient_bytes + self.optimizer_bytes + plan.arena_bytes
 
 
 @dataclass(frozen=True)
