@@ -18,6 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import kills  # itself, by the name under which the ranks import it
 import torch
 import torch.distributed.checkpoint as dcp

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 import pytest
+from processes import clean_environment
 
-from .conftest import TIMEOUT_SECONDS, TRAIN_PY, Workspace, clean_environment
+from .conftest import TIMEOUT_SECONDS, TRAIN_PY, Workspace
 from .test_train import LINE
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
