@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,14 +54,12 @@ class Copy:
     """A copy that runs ``function(arguments)`` as a program does its ``main``; ``function`` is ``"module:name"``."""
 
     def __init__(
-        self, function: str, arguments: Sequence[str], environment: Mapping[str, str], stdout: Path, stderr: Path
+        self, function: str, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int
     ) -> None:
-        self.stdout, self.stderr = stdout, stderr
-        stdout.touch()
-        stderr.touch()
-        paths = (str(stdout), str(stderr))
+        """``stdout`` and ``stderr``: open file descriptors, which stay the caller's."""
+        outputs = (_Descriptor(stdout), _Descriptor(stderr))
         self.process = forkserver().Process(
-            target=_main, args=(function, list(arguments), dict(environment), *paths), daemon=True
+            target=_main, args=(function, list(arguments), dict(environment), *outputs), daemon=True
         )
         self.process.start()
         assert self.process.pid is not None
@@ -74,7 +74,7 @@ class Copy:
         os.kill(self.pid, number)
 
     def stop(self) -> None:
-        """Ends it if it runs, with the stacks of its threads in ``stderr``."""
+        """Ends it if it runs; the stacks of its threads go to its standard error."""
         if self.returncode is None:
             self.send_signal(signal.SIGABRT)
             self.process.join(5)
@@ -88,10 +88,11 @@ class Ranks:
     As a context they are ended when it is left. Like torchrun's, their store outlives them.
     """
 
-    def __init__(self, function: str, arguments: Sequence[Sequence[str]], directory: Path | None = None) -> None:
-        """``arguments`` of each rank. One rank alone is a process that nothing launched."""
+    def __init__(self, function: str, arguments: Sequence[Sequence[str]], directory: Path) -> None:
+        """``arguments`` of each rank, whose output goes to files in ``directory``. One rank alone is a process that
+        nothing launched."""
         size = len(arguments)
-        self._directory = Path(directory or tempfile.mkdtemp(prefix="torchtitan-npu-copies-"))
+        self._directory = directory
         self._store = None
         environment = clean_environment()
         if size > 1:
@@ -106,8 +107,9 @@ class Ranks:
         self.copies = []
         for rank in range(size):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-            stdout, stderr = (self._directory / f"{name}.{rank}" for name in ("stdout", "stderr"))
-            self.copies.append(Copy(function, arguments[rank], environment | place, stdout, stderr))
+            with open(self._path("stdout", rank), "ab") as stdout, open(self._path("stderr", rank), "ab") as stderr:
+                outputs = (stdout.fileno(), stderr.fileno())
+                self.copies.append(Copy(function, arguments[rank], environment | place, *outputs))
 
     def __enter__(self) -> Ranks:
         return self
@@ -134,7 +136,16 @@ class Ranks:
 
     def output(self) -> list[str]:
         """What each rank has written so far."""
-        return [copy.stdout.read_text() + copy.stderr.read_text() for copy in self.copies]
+        return [out + err for out, err in zip(self.stdout(), self.stderr(), strict=True)]
+
+    def stdout(self) -> list[str]:
+        return [self._path("stdout", rank).read_text() for rank in range(len(self.copies))]
+
+    def stderr(self) -> list[str]:
+        return [self._path("stderr", rank).read_text() for rank in range(len(self.copies))]
+
+    def _path(self, name: str, rank: int) -> Path:
+        return self._directory / f"{name}.{rank}"
 
 
 def run(function: str, arguments: Sequence[str], *, ranks: int = 1, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -142,21 +153,34 @@ def run(function: str, arguments: Sequence[str], *, ranks: int = 1, timeout: flo
     with tempfile.TemporaryDirectory(prefix="torchtitan-npu-copies-") as directory:
         with Ranks(function, [arguments] * ranks, Path(directory)) as job:
             statuses = job.wait(timeout)
-        stdout, stderr = (
-            "".join(getattr(copy, name).read_text() for copy in job.copies) for name in ("stdout", "stderr")
-        )
+        stdout, stderr = "".join(job.stdout()), "".join(job.stderr())
     status = next((status for status in statuses if status), 0)
     return subprocess.CompletedProcess([function, *arguments], status, stdout, stderr)
+
+
+class _Descriptor:
+    """A file descriptor on its way into a copy."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> Any:
+        return _Arrived, (reduction.DupFd(self._number),)
+
+
+class _Arrived:
+    def __init__(self, duplicate: Any) -> None:
+        self.number: int = duplicate.detach()
 
 
 # ---- in the copy -----------------------------------------------------------------------------------------------------
 
 
-def _main(function: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
-    for number, path in ((1, stdout), (2, stderr)):
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+def _main(function: str, arguments: list[str], environment: dict[str, str], stdout: _Arrived, stderr: _Arrived) -> None:
+    os.dup2(stdout.number, 1)
+    os.dup2(stderr.number, 2)
+    os.close(stdout.number)
+    os.close(stderr.number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     gc.freeze()  # what was imported is not looked through again

@@ -113,9 +113,17 @@ class RankGroup:
         pid = self.processes[rank].pid
         if pid is None or not self.processes[rank].is_alive():
             return "(not alive)"
+        path = self.directory / f"stack.{rank}"
+        before = path.stat().st_size
         os.kill(pid, signal.SIGUSR2)
-        time.sleep(0.3)
-        return (self.directory / f"stack.{rank}").read_text()
+        stack, deadline = b"", time.monotonic() + CLOSE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            written = path.read_bytes()[before:]
+            if written and written == stack:
+                break  # nothing more comes
+            stack = written
+        return stack.decode(errors="replace")
 
     def output(self, rank: int) -> str:
         """The end of what a rank wrote to its standard output and error during the last call."""
