@@ -486,6 +486,10 @@ def test_socket_name_must_fit() -> None:
         connect(0, 2, "x" * 200)
 
 
+def tell_identity(rank: int, size: int, name: str, pipe: Connection) -> None:
+    pipe.send(_C.shm_identity())
+
+
 def test_identity_is_the_same_for_all_processes_here() -> None:
-    with forkserver().Pool(1) as pool:
-        assert pool.apply(_C.shm_identity) == _C.shm_identity()
+    with running(tell_identity, 1) as ranks:
+        assert ranks.receive(0) == _C.shm_identity()
