@@ -47,7 +47,8 @@ def forkserver() -> ForkServerContext:
 def clean_environment() -> dict[str, str]:
     """For a new process that is not a rank of anything."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCH}
-    return environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # whoever asks for more threads does not spin
+    return environment | quiet | {"PYTHONUNBUFFERED": "1"}
 
 
 class Copy:

@@ -16,7 +16,7 @@ from processes import Ranks, clean_environment, run
 
 TRAIN_PY = Path(__file__).resolve().parents[2] / "train.py"
 TRAIN_MAIN = "torchtitan_npu.cli:train_main"
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 200
 
 CONFIG = """
 model:

@@ -96,7 +96,10 @@ def chain(directory: Path, *, kills: int, seed: int, limit: float) -> dict[str, 
     store = CheckpointStore(work.checkpoints)
     counts = {"lives": 0, "one": 0, "all": 0, "limited": 0, "leftovers": 0, "most_lost": 0}
     newest = 0
-    for life in range(kills):
+    # A slow machine may save nothing at first; then there are more lives, until one has had a full disk.
+    while counts["lives"] < kills or (limit > 0 and counts["limited"] == 0):
+        life = counts["lives"]
+        assert life < 10 * kills, counts
         is_async = rng.random() < 0.7
         limited = newest > 0 and rng.random() < limit
         more = [*flags, f"--training.checkpoint.async_save={str(is_async).lower()}"]

@@ -321,4 +321,4 @@ def test_a_disk_that_fills_while_saving(
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """A few of what ``kills.py`` does by hundreds."""
     counts = kills.chain(tmp_path, kills=4, seed=2, limit=0.5)
-    assert counts["lives"] == 4 and counts["limited"] > 0
+    assert counts["lives"] >= 4 and counts["one"] + counts["all"] > 0 and counts["limited"] > 0
