@@ -8,6 +8,9 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
+# Processes that run tests; one worker runs all tests of a file. 0: the tests run one by one, in pytest's own process.
+WORKERS ?= 2
+IN_PARALLEL = -n $(WORKERS) --dist loadfile
 # Extra arguments of `make train`, `make test` and `make bench`, for example: make test ARGS="-k schedule"
 ARGS ?=
 
@@ -101,7 +104,7 @@ fuzz: $(VENV)/.package $(VENV)/.test ## random programs beside a plain model (AR
 	OMP_NUM_THREADS=1 $(BIN)/python tests/dist/fuzz.py $(ARGS)
 
 test: $(VENV)/.package $(VENV)/.test ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 # A second environment, with torch_npu: its `import torch` needs CANN's libraries, here the simulator's. They are compiled against
 # that environment's torch; ninja compiles what has changed.

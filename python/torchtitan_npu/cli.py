@@ -237,17 +237,20 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
             return EXIT_USAGE
     if not _reports():
         return 0
-    from torchtitan_npu.launch import setup_logging
+    from torchtitan_npu.launch import reset_logging, setup_logging
     from torchtitan_npu.planning.report import dry_run
 
     setup_logging(rank=0, world_size=1)
-    log_notes(config)
-    sys.stdout.write(f"{dry_run(config, world_size).rstrip()}\n")
+    try:
+        log_notes(config)
+        sys.stdout.write(f"{dry_run(config, world_size).rstrip()}\n")
+    finally:
+        reset_logging()
     return 0
 
 
 def _train(config: Config, run_args: RunArgs) -> int:
-    from torchtitan_npu.launch import LaunchError, read_environment, setup_logging
+    from torchtitan_npu.launch import LaunchError, read_environment, reset_logging, setup_logging
 
     try:
         env = read_environment()
@@ -257,11 +260,14 @@ def _train(config: Config, run_args: RunArgs) -> int:
         # Not only from the first rank of a machine: with broken variables nobody knows which that is.
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
-    if env.rank == 0:
-        log_notes(config)
-    from torchtitan_npu.train import run
+    try:
+        if env.rank == 0:
+            log_notes(config)
+        from torchtitan_npu.train import run
 
-    return run(config, run_args)
+        return run(config, run_args)
+    finally:
+        reset_logging()
 
 
 def log_notes(config: Config) -> None:

@@ -52,7 +52,7 @@ def tune_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tune(config: Config, args: argparse.Namespace) -> int:
-    from torchtitan_npu.launch import LaunchError, read_environment, setup_logging
+    from torchtitan_npu.launch import LaunchError, read_environment, reset_logging, setup_logging
 
     try:
         env = read_environment()
@@ -61,12 +61,15 @@ def _tune(config: Config, args: argparse.Namespace) -> int:
     except LaunchError as error:
         sys.stderr.write(f"{error}\n")
         return cli.EXIT_USAGE
-    if env.rank == 0:
-        cli.log_notes(config)
-    from torchtitan_npu.planning.tune import TuneArgs, run
-    from torchtitan_npu.train.tune_trial import TuneTrial
+    try:
+        if env.rank == 0:
+            cli.log_notes(config)
+        from torchtitan_npu.planning.tune import TuneArgs, run
+        from torchtitan_npu.train.tune_trial import TuneTrial
 
-    return run(config, TuneArgs(args.caps, args.steps, args.predict_ranks, args.output_dir), TuneTrial)
+        return run(config, TuneArgs(args.caps, args.steps, args.predict_ranks, args.output_dir), TuneTrial)
+    finally:
+        reset_logging()
 
 
 def _parser() -> cli.Parser:

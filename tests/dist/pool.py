@@ -13,7 +13,6 @@ import gc
 import importlib
 import inspect
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import forkserver
 
 from torchtitan_npu.launch.device import BACKENDS
 
@@ -37,14 +37,6 @@ DEVICE = os.environ.get("TT_TEST_DEVICE", "cpu")
 """Type of the device that models of these tests are on. ``npu``: torch_npu finds a card for every rank."""
 COMMUNICATOR = {"cpu": "shared memory", "npu": "hccl"}[DEVICE]
 """Name of what models there choose by themselves."""
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "pytest",
-    "torchtitan_npu.fsdp",
-    "torchtitan_npu.train",
-]
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on after one has failed."""
 CLOSE_SECONDS = 5.0
@@ -70,8 +62,7 @@ class RankGroup:
         self.tests = 0
         self.directory = Path(tempfile.mkdtemp(prefix="torchtitan-npu-ranks-"))
         self._output_before = [0] * size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forkserver()
         # The server of the store lives here, so that it outlives any rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes, self.pipes = [], []
@@ -122,9 +113,17 @@ class RankGroup:
         pid = self.processes[rank].pid
         if pid is None or not self.processes[rank].is_alive():
             return "(not alive)"
-        os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return (self.directory / f"stack.{rank}").read_text()
+        path = self.directory / f"stack.{rank}"
+        before = path.stat().st_size
+        os.kill(pid, signal.SIGUSR2)
+        stack, deadline = b"", time.monotonic() + CLOSE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            written = path.read_bytes()[before:]
+            if written and written == stack:
+                break  # nothing more comes
+            stack = written
+        return stack.decode(errors="replace")
 
     def output(self, rank: int) -> str:
         """The end of what a rank wrote to its standard output and error during the last call."""
@@ -221,7 +220,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, directory: str) ->
     os.dup2(output, 2)
     stacks = open(os.path.join(directory, f"stack.{rank}"), "w")  # noqa: SIM115  (open as long as the process lives)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that runs the tests
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     torch.set_num_threads(1)

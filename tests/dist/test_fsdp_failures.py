@@ -7,13 +7,12 @@ import random
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from kills import kill_one
+from kills import assert_no_more_shared_memory_files_than, kill_one, shared_memory_files
 from pool import RankGroup
 from twin import SmallModel, Twin, next_token_loss, tokens_for
 
@@ -43,10 +42,6 @@ def die_in_step(where: str, communicator: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - started
 
 
-def shared_memory_files() -> set[str]:
-    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("communicator", ["auto", "c10d"])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -65,7 +60,7 @@ def test_a_killed_rank(world_size: int, communicator: str, where: str) -> None:
     finally:
         group.close()
     assert not any(process.is_alive() for process in group.processes)
-    assert shared_memory_files() <= files
+    assert_no_more_shared_memory_files_than(files)
 
 
 @pytest.mark.parametrize("communicator", ["auto", "c10d"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import random
 import re
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
+from processes import forkserver
+
 from torchtitan_npu import _C
 
 UNITS = ["embedding", "layers.0", "layers.1", "head"]
@@ -59,7 +60,7 @@ class Ranks:
     """`size` processes that run `target(rank, size, socket_name, pipe, *arguments)`."""
 
     def __init__(self, target: Callable[..., None], size: int, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forkserver()
         self.name = f"ttnpu-test-{uuid.uuid4()}"
         self.pipes, self.processes = [], []
         for rank in range(size):
@@ -485,6 +486,10 @@ def test_socket_name_must_fit() -> None:
         connect(0, 2, "x" * 200)
 
 
+def tell_identity(rank: int, size: int, name: str, pipe: Connection) -> None:
+    pipe.send(_C.shm_identity())
+
+
 def test_identity_is_the_same_for_all_processes_here() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_C.shm_identity) == _C.shm_identity()
+    with running(tell_identity, 1) as ranks:
+        assert ranks.receive(0) == _C.shm_identity()

@@ -30,7 +30,7 @@ from torchtitan_npu.train.parallelize import ShardedModel, refuse_device
 from torchtitan_npu.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-STEPS, SEQUENCES, LENGTH = 10, 8, 32
+STEPS, SAVED_AT, SEQUENCES, LENGTH = 6, 3, 8, 32
 SIZES = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 88, "vocab_size": 64}
 ROUNDING = 2e-6
 
@@ -44,7 +44,7 @@ def configuration(*, micro_batches: int, tp: int = 1, steps: int = STEPS, **sect
         "warmup_steps": 2,
         "lr_schedule": "constant",
         "max_steps": steps,
-        "checkpoint": {"save_interval": 5},
+        "checkpoint": {"save_interval": SAVED_AT},
     }
     return config_from_dict(
         {
@@ -123,11 +123,11 @@ class Runs:
         return self._known.get("2x2") or self._known.setdefault("2x2", self("2x2", 4, tp=2))
 
     def continued(self, name: str, begun: str, ranks: int, tp: int = 1) -> dict[str, Any]:
-        """From the checkpoint of step 5 of the run ``begun``."""
-        step_5 = "checkpoints/step-00000005"
-        shutil.copytree(self.path(begun) / step_5, self.path(name) / step_5)
+        """From the checkpoint of step ``SAVED_AT`` of the run ``begun``."""
+        saved = f"checkpoints/step-{SAVED_AT:08d}"
+        shutil.copytree(self.path(begun) / saved, self.path(name) / saved)
         rest = self(name, ranks, tp=tp)
-        assert [record["step"] for record in rest["records"]] == list(range(6, STEPS + 1))
+        assert [record["step"] for record in rest["records"]] == list(range(SAVED_AT + 1, STEPS + 1))
         return rest
 
 
@@ -145,9 +145,9 @@ def assert_same_curve(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def test_the_curve_of_one_process(runs: Runs) -> None:
-    """dp x tp = 1 x 2, 2 x 2 and, with replicas, 2 x 1 x 2; the loss falls by more than 0.5 on the way."""
+    """dp x tp = 1 x 2, 2 x 2 and, with replicas, 2 x 1 x 2; the loss falls by more than 0.3 on the way."""
     one = runs.one()
-    assert one["losses"][-1] < one["losses"][0] - 0.5
+    assert one["losses"][-1] < one["losses"][0] - 0.3
     hybrid = {"strategy": "hsdp", "replicate_degree": 2}
     for got in (runs("1x2", 2, tp=2), runs.two_by_two(), runs("2x1x2", 4, tp=2, parallel=hybrid)):
         assert_same_curve(got, one)
@@ -167,7 +167,7 @@ def test_variants_of_model_and_data(runs: Runs, recompute: Any) -> None:
         },
         "training": {"activation_checkpointing": recompute, "deterministic": True},
         "data": {"document_mask": True, "pack": False},
-        "validation": {"data_dir": runs.data, "interval": 5, "max_samples": 23},
+        "validation": {"data_dir": runs.data, "interval": SAVED_AT, "max_samples": 23},
     }
     one = runs(f"one_{recompute}", 1, **sections)
     four = runs(f"four_{recompute}", 4, tp=2, parallel={"bucket_cap_mb": 0.01}, **sections)
@@ -179,10 +179,10 @@ def test_variants_of_model_and_data(runs: Runs, recompute: Any) -> None:
 
 
 def test_half_precision(runs: Runs) -> None:
-    """Near two ranks without tensor parallelism. fp16 from a loss scale of 2^24: all skip the same steps."""
-    for dtype, loss_scale in (("bf16", None), ("fp16", 2.0**24)):
+    """Near two ranks without tensor parallelism. fp16 from a loss scale of 2^21: all skip the same steps."""
+    for dtype, loss_scale in (("bf16", None), ("fp16", 2.0**21)):
         two, four = (
-            runs(f"{dtype}_{n}", n, tp=tp, steps=8, loss_scale=loss_scale, parallel={"dtype": dtype})
+            runs(f"{dtype}_{n}", n, tp=tp, steps=5, loss_scale=loss_scale, parallel={"dtype": dtype})
             for n, tp in ((2, 1), (4, 2))
         )
         assert four["losses"] == pytest.approx(two["losses"], rel=1e-3)
@@ -191,19 +191,19 @@ def test_half_precision(runs: Runs) -> None:
         if dtype == "bf16":
             assert four["norms"] == pytest.approx(two["norms"], rel=1e-2)
         else:
-            assert 0 < skipped[0][-1] < 7, "the test must see both kinds of steps"
+            assert 0 < skipped[0][-1] < 4, "the test must see both kinds of steps"
 
 
 def test_checkpoints_continue_at_any_degrees(runs: Runs) -> None:
-    """From step 5 at 2 x 2: there bit for bit; at 4 x 1 and on one process within rounding. From 4 x 1 at 2 x 2, where
+    """From ``SAVED_AT`` at 2 x 2: there bit for bit; at 4 x 1 and on one process within rounding. From 4 x 1 at 2 x 2, where
     two ranks must not take the different random states of the two that were (``Runs`` looks at them)."""
     whole = runs.two_by_two()
     same = runs.continued("2x2_2x2", "2x2", 4, tp=2)
-    assert (same["losses"], same["norms"]) == (whole["losses"][5:], whole["norms"][5:])
+    assert (same["losses"], same["norms"]) == (whole["losses"][SAVED_AT:], whole["norms"][SAVED_AT:])
     assert all((value == whole["weights"][name]).all() for name, value in same["weights"].items())
     assert_same_curve(runs.continued("2x2_4x1", "2x2", 4), whole)
     assert_same_curve(runs.continued("2x2_1x1", "2x2", 1), whole)
-    runs("4x1", 4, steps=5)
+    runs("4x1", 4, steps=SAVED_AT)
     assert_same_curve(runs.continued("4x1_2x2", "4x1", 4, tp=2), whole)
 
 

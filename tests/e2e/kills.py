@@ -2,11 +2,10 @@
 
     python tests/e2e/kills.py --kills 200 --seed 1
 
-Each life of the run: two ranks (forked, so that nothing is imported twice) train from where the last one left; a random
-time after its first step, one rank or both get SIGKILL. Then there must be a checkpoint whose every byte is right, no
-older than the save interval allows. Some lives have a disk that is full at a random
-byte: they must go on training, and end with status 1. The last life ends by itself; the losses of all steps must be
-those of the undisturbed run, bit by bit.
+Each life of the run: two ranks train from where the last one left; a random time after its first step, one rank or both
+get SIGKILL. Then there must be a checkpoint whose every byte is right, no older than the save interval allows. Some
+lives have a disk that is full at a random byte: they must go on training, and end with status 1. The last life ends by
+itself; the losses of all steps must be those of the undisturbed run, bit by bit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ports import free_port
+from processes import Ranks
 
 from e2e.conftest import Workspace, workspace_maker
 
@@ -34,35 +33,20 @@ RANKS = 2
 LIFE_SECONDS = 60
 
 
-def start(work: Workspace, flags: list[str], output: Path, disk_bytes: int | None = None) -> list[int]:
-    """Fork the ranks; the process ids."""
-    port = str(free_port())
-    pids = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            status = 70
-            try:
-                os.environ.update(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(RANKS),
-                    LOCAL_WORLD_SIZE=str(RANKS),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port,
-                )
-                descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(descriptor, 1)
-                os.dup2(descriptor, 2)
-                if disk_bytes is not None:
-                    fill_disk_after(disk_bytes)
-                from torchtitan_npu.cli import train_main
+def start(work: Workspace, flags: list[str], directory: Path, disk_bytes: int | None = None) -> Ranks:
+    """Start the ranks; what they write goes to ``directory``."""
+    directory.mkdir()
+    arguments = ["" if disk_bytes is None else str(disk_bytes), *work.arguments(*flags)]
+    return Ranks("e2e.kills:live", [arguments] * RANKS, directory)
 
-                status = train_main(work.arguments(*flags))
-            finally:
-                os._exit(status)
-        pids.append(pid)
-    return pids
+
+def live(arguments: list[str]) -> int:
+    """One rank: the first argument is the size of its disk, the others are train.py's."""
+    from torchtitan_npu.cli import train_main
+
+    if arguments[0]:
+        fill_disk_after(int(arguments[0]))
+    return train_main(arguments[1:])
 
 
 def fill_disk_after(disk_bytes: int) -> None:
@@ -83,33 +67,12 @@ def fill_disk_after(disk_bytes: int) -> None:
     writer._SummingStream = Stream  # type: ignore[misc]
 
 
-def finish(pids: list[int]) -> list[int]:
-    """Wait for the processes; their exit statuses (a signal's is negative). Kills and fails after LIFE_SECONDS."""
-    statuses: dict[int, int] = {}
-    deadline = time.monotonic() + LIFE_SECONDS
-    while len(statuses) < len(pids):
-        for pid in pids:
-            if pid not in statuses:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    statuses[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            for pid in pids:
-                if pid not in statuses:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-            raise AssertionError(f"ranks did not end within {LIFE_SECONDS} s")
-        time.sleep(0.01)
-    return [statuses[pid] for pid in pids]
-
-
-def wait_for_step(output: Path, pids: list[int]) -> None:
+def wait_for_step(ranks: Ranks) -> None:
     """Until this life has done a step."""
     deadline = time.monotonic() + LIFE_SECONDS
-    while not output.exists() or "[Step " not in output.read_text():
+    while "[Step " not in ranks.output()[0]:
         assert time.monotonic() < deadline, "no step was done"
-        ended = [pid for pid in pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)]
-        assert not ended, output.read_text()
+        assert all(copy.returncode is None for copy in ranks.copies), ranks.output()
         time.sleep(0.005)
 
 
@@ -133,31 +96,35 @@ def chain(directory: Path, *, kills: int, seed: int, limit: float) -> dict[str, 
     store = CheckpointStore(work.checkpoints)
     counts = {"lives": 0, "one": 0, "all": 0, "limited": 0, "leftovers": 0, "most_lost": 0}
     newest = 0
-    for life in range(kills):
-        output = directory / f"life-{life}.txt"
+    # A slow machine may save nothing at first; then there are more lives, until one has had a full disk.
+    while counts["lives"] < kills or (limit > 0 and counts["limited"] == 0):
+        life = counts["lives"]
+        assert life < 10 * kills, counts
         is_async = rng.random() < 0.7
         limited = newest > 0 and rng.random() < limit
         more = [*flags, f"--training.checkpoint.async_save={str(is_async).lower()}"]
-        if limited:
-            # Below the size of a rank's tensors.
-            pids = start(work, [*more, "--training.max_steps", str(newest + 5)], output, rng.randrange(330_000))
-            assert finish(pids) == [1] * RANKS, output.read_text()
-            text = output.read_text()
-            assert "No space left on device" in text and "Traceback" not in text, text
-            assert "training goes on" in text, text
-            counts["limited"] += 1
-        else:
-            pids = start(work, [*more, "--training.max_steps", "1000000"], output)
-            wait_for_step(output, pids)
-            time.sleep(rng.random() * 0.3)
-            victims = pids if rng.random() < 0.5 else [rng.choice(pids)]
-            for pid in victims:
-                os.kill(pid, signal.SIGKILL)
-            statuses = finish(pids)
-            assert all(status in (-signal.SIGKILL, 1) for status in statuses), output.read_text()
-            counts["all" if len(victims) == RANKS else "one"] += 1
+        # A disk below the size of a rank's tensors.
+        disk_bytes = rng.randrange(330_000) if limited else None
+        more += ["--training.max_steps", str(newest + 5) if limited else "1000000"]
+        with start(work, more, directory / f"life-{life}", disk_bytes) as ranks:
+            if limited:
+                assert ranks.wait(LIFE_SECONDS) == [1] * RANKS, ranks.output()
+                text = "".join(ranks.output())
+                assert "No space left on device" in text and "Traceback" not in text, text
+                assert "training goes on" in text, text
+                counts["limited"] += 1
+            else:
+                wait_for_step(ranks)
+                time.sleep(rng.random() * 0.3)
+                victims = ranks.copies if rng.random() < 0.5 else [rng.choice(ranks.copies)]
+                for copy in victims:
+                    copy.send_signal(signal.SIGKILL)
+                statuses = ranks.wait(LIFE_SECONDS)
+                assert all(status in (-signal.SIGKILL, 1) for status in statuses), ranks.output()
+                counts["all" if len(victims) == RANKS else "one"] += 1
+            text = "".join(ranks.output())
         if newest:
-            assert f"resumed from {store.path(newest)}" in output.read_text(), output.read_text()
+            assert f"resumed from {store.path(newest)}" in text, text
         done = last_step(work)
         good = [step for step in store.steps() if corruption(store.path(step)) is None]
         if limited:
@@ -165,7 +132,7 @@ def chain(directory: Path, *, kills: int, seed: int, limit: float) -> dict[str, 
         else:
             # A save that was under way is lost, too; in the background, one interval of training beside it.
             allowed = INTERVAL * (2 if is_async else 1)
-            assert done - (good[-1] if good else 0) <= allowed, (done, good, output.read_text())
+            assert done - (good[-1] if good else 0) <= allowed, (done, good, text)
             counts["most_lost"] = max(counts["most_lost"], done - (good[-1] if good else 0))
         counts["leftovers"] += len(list(work.checkpoints.glob("*.tmp")))
         assert not newest or (good and good[-1] >= newest), (newest, good)
@@ -173,16 +140,11 @@ def chain(directory: Path, *, kills: int, seed: int, limit: float) -> dict[str, 
         counts["lives"] += 1
     end = str(newest + 3)
     for run in (work, calm):
-        output = directory / f"{run.root.name}.txt"
-        assert finish(start(run, [*flags, "--training.max_steps", end], output)) == [0] * RANKS, output.read_text()
+        with start(run, [*flags, "--training.max_steps", end], directory / f"{run.root.name}-end") as ranks:
+            assert ranks.wait(LIFE_SECONDS) == [0] * RANKS, ranks.output()
     assert work.losses() == calm.losses()
     assert not list(work.checkpoints.glob("*.tmp"))
     return counts
-
-
-def preload() -> None:
-    """Import what a run needs, once, before forking."""
-    import torchtitan_npu.train.main  # noqa: F401
 
 
 def main() -> None:
@@ -191,7 +153,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=0.25, help="share of lives with a full disk, instead of a kill")
     args = parser.parse_args()
-    preload()
     with tempfile.TemporaryDirectory() as directory:
         counts = chain(Path(directory), kills=args.kills, seed=args.seed, limit=args.limit)
         sys.stdout.write(f"{json.dumps(counts)}\n")

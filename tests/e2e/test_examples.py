@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ports import free_port
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from .conftest import TIMEOUT_SECONDS, clean_environment
+from .conftest import launch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/transformers_model.py"
 
 
 def run(ranks: int, *flags: object) -> list[tuple[float, float]]:
     """Loss and gradient norm of the steps that were printed."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks, "--master_port", free_port())
-    result = subprocess.run(
-        [str(part) for part in (*torchrun, EXAMPLE, *flags)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    result = launch(EXAMPLE, *flags, torchrun=ranks)
     assert result.returncode == 0, result.stderr
     return [
         (float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", result.stdout)

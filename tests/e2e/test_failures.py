@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -155,7 +154,8 @@ def test_not_a_number_stops_all_ranks_before_the_update(
     """A learning rate of 1e38 ruins the weights in step 1: they are not saved, and step 2 stops the run."""
     work = make_workspace("nan", "--parallel.strategy", strategy)
     flags = ["--training.learning_rate", "1e38", "--training.warmup_steps", "0"]
-    result = work.train(*flags, "--training.checkpoint.save_interval", "1", ranks=2)
+    start = work.launch if strategy == "fsdp" else work.train  # through torchrun, and without
+    result = start(*flags, "--training.checkpoint.save_interval", "1", ranks=2)
     assert result.returncode != 0
     assert "step 2: " in result.stderr and "not finite" in result.stderr
     assert "the checkpoint of step 1 was not saved: " in result.stderr and ".weight is not finite" in result.stderr
@@ -197,20 +197,16 @@ def test_a_gradient_that_is_not_finite_is_named(
 def test_a_killed_rank_stops_the_other(make_workspace: Callable[..., Workspace], strategy: str) -> None:
     """``kill -9`` of rank 1 after step 1: rank 0 ends by itself, with a message and a status ≠ 0."""
     work = make_workspace("killed", "--parallel.strategy", strategy)
-    ranks = work.start_ranks(2, "--training.max_steps", "1000000", "--training.checkpoint.save_interval", "0")
-    try:
+    flags = ("--training.max_steps", "1000000", "--training.checkpoint.save_interval", "0")
+    with work.start_ranks(2, *flags) as ranks:
         deadline = time.monotonic() + 60
         log = work.logs / "metrics.jsonl"
         while not (log.exists() and log.stat().st_size > 0):
-            assert time.monotonic() < deadline and ranks[0].poll() is None
+            assert time.monotonic() < deadline and ranks[0].returncode is None, ranks.output()
             time.sleep(0.1)
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        output, _ = ranks[0].communicate(timeout=30)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert ranks[0].returncode == 1
+        ranks[1].send_signal(signal.SIGKILL)
+        assert ranks.wait(30) == [1, -signal.SIGKILL]
+    output = ranks.output()[0]
     assert "[rank 0] ERROR: stopped, because another rank" in output
     assert "Traceback" not in output
 
@@ -218,14 +214,9 @@ def test_a_killed_rank_stops_the_other(make_workspace: Callable[..., Workspace],
 def test_a_failure_of_one_rank_is_told_by_the_other(make_workspace: Callable[..., Workspace]) -> None:
     """Rank 1 does not find its data: rank 0 stops, too, and says whose fault it is."""
     work = make_workspace("different", "--parallel.strategy", "ddp")
-    ranks = work.start_ranks(2, rank_1_flags=["--data_dir", "/nowhere.jsonl"])
-    try:
-        outputs = [process.communicate(timeout=60)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in ranks] == [1, 1]
+    with work.start_ranks(2, rank_1_flags=["--data_dir", "/nowhere.jsonl"]) as ranks:
+        assert ranks.wait(60) == [1, 1], ranks.output()
+    outputs = ranks.output()
     assert "[rank 0] ERROR: stopped, because another rank failed: rank 1: " in outputs[0]
     assert all("/nowhere.jsonl" in output for output in outputs)
     assert not any("Traceback" in output for output in outputs)

@@ -1,10 +1,21 @@
-"""What a rank makes of its environment: R51, R52."""
+"""What a rank makes of its environment: R51, R52; and that it leaves a process as it was."""
 
 from __future__ import annotations
 
-import pytest
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+
+from torchtitan_npu.cli import main
 from torchtitan_npu.launch import Environment, LaunchError, read_environment, read_timeouts
+
+from .conftest import Workspace
 
 TORCHRUN = {
     "RANK": "3",
@@ -80,3 +91,37 @@ def test_timeouts_of_the_environment() -> None:
 def test_a_timeout_out_of_range(name: str, value: str) -> None:
     with pytest.raises(LaunchError, match=f"{name}={value} must be a whole number of seconds in "):
         read_timeouts({name: value})
+
+
+def _state() -> dict[str, Any]:
+    """Of this process: what others in it share with a run."""
+    ours = logging.getLogger("torchtitan_npu")
+    return {
+        "logging": (ours.level, ours.propagate, list(ours.handlers), list(logging.getLogger().handlers)),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        # torch sets inductor's when it is imported.
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")},
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "process group": torch.distributed.is_initialized(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+    }
+
+
+@pytest.mark.parametrize("flags", [(), ("--model.ffn_dim", "96"), ("--dry_run",)], ids=["trains", "fails", "plans"])
+def test_a_run_leaves_the_process_as_it_was(
+    make_workspace: Callable[..., Workspace], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """A program that calls ``main`` may do other things afterwards, also when the run has failed (here: it does not fit
+    the checkpoint)."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    work = make_workspace("run", "--training.deterministic", "true", "--training.checkpoint.async_save", "true")
+    before = _state()
+    assert main(["train", *work.arguments()]) == 0
+    status = main(["train", *work.arguments("--training.max_steps", "9", *flags)])
+    assert status == (1 if "--model.ffn_dim" in flags else 0)
+    assert _state() == before
+    open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert not [file for file in open_files if str(work.root) in file]

@@ -7,22 +7,21 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 import threading
 from collections.abc import Callable, Mapping
 
 import pytest
+from processes import Copy, clean_environment
 
-from .conftest import TIMEOUT_SECONDS, TRAIN_PY, Workspace, clean_environment
+from .conftest import TIMEOUT_SECONDS, TRAIN_MAIN, Workspace
 from .test_train import LINE
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """train.py with a pseudo terminal for its output, and what it has shown."""
+    """Training with a pseudo terminal for its output, and what it has shown."""
 
     def __init__(self, work: Workspace, *flags: str, columns: int = 100, **environment: str) -> None:
         self.shown = ""
@@ -30,13 +29,8 @@ class Terminal:
         self.resize(columns)
         unset = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
         inherited: Mapping[str, str] = {k: v for k, v in clean_environment().items() if k not in unset}
-        self.process = subprocess.Popen(
-            [sys.executable, str(TRAIN_PY), *work.arguments(*flags)],
-            env={**inherited, "TERM": "xterm", **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=slave,
-            stderr=slave,
-        )
+        environment = {**inherited, "TERM": "xterm", **environment}
+        self.copy = Copy(TRAIN_MAIN, work.arguments(*flags), environment, slave, slave)
         os.close(slave)
 
     def resize(self, columns: int) -> None:
@@ -51,13 +45,19 @@ class Terminal:
                 return
             self.shown += data.decode("utf-8", errors="replace")
 
-    def wait(self) -> int:
-        stop = threading.Timer(TIMEOUT_SECONDS, self.process.kill)
+    def wait(self) -> int | None:
+        stop = threading.Timer(TIMEOUT_SECONDS, self.copy.stop)
         stop.start()
         self.read()
         stop.cancel()
         os.close(self.master)
-        return self.process.wait(timeout=TIMEOUT_SECONDS)
+        return self.status()
+
+    def status(self) -> int | None:
+        """The exit status, when the program has ended."""
+        self.copy.process.join(TIMEOUT_SECONDS)
+        self.copy.stop()
+        return self.copy.returncode
 
     def lines(self) -> list[str]:
         return ESCAPE.sub("", self.shown).replace("\r", "\n").splitlines()
@@ -95,7 +95,7 @@ def test_training_goes_on_when_the_terminal_goes_away(make_workspace: Callable[.
     terminal = Terminal(work)
     terminal.read(until="[Step 1]")
     os.close(terminal.master)
-    assert terminal.process.wait(timeout=TIMEOUT_SECONDS) == 0
+    assert terminal.status() == 0
     assert [record["step"] for record in work.metrics()] == [1, 2, 3, 4, 5, 6]
     assert "the progress display is off" in (work.logs / "train.log").read_text()
     assert len(LINE.findall((work.logs / "train.log").read_text())) == 6

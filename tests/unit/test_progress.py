@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_npu.launch import setup_logging
+from torchtitan_npu.launch import reset_logging, setup_logging
 from torchtitan_npu.train.progress import make_display
 
 
@@ -36,7 +36,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(logging, "raiseExceptions", False)  # what logging says of its own failed lines
     yield monkeypatch
     monkeypatch.undo()
-    setup_logging(0, 1)
+    reset_logging()
 
 
 @pytest.mark.parametrize("working_writes", [0, 3, 8])

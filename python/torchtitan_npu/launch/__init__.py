@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchtitan_npu.launch.distributed import connect, disconnect, gather_rows, gather_texts, together
     from torchtitan_npu.launch.environment import Environment, LaunchError, read_environment
     from torchtitan_npu.launch.failure import run_rank
-    from torchtitan_npu.launch.log import setup_logging, terminal_handlers
+    from torchtitan_npu.launch.log import reset_logging, setup_logging, terminal_handlers
     from torchtitan_npu.launch.npu_variables import NpuVariables, read_npu_variables
     from torchtitan_npu.launch.timeouts import Timeouts, read_timeouts
 
@@ -31,6 +31,7 @@ _MODULES = {
     "read_environment": "environment",
     "read_npu_variables": "npu_variables",
     "read_timeouts": "timeouts",
+    "reset_logging": "log",
     "run_rank": "failure",
     "setup_logging": "log",
     "terminal_handlers": "log",
@@ -50,6 +51,7 @@ __all__ = [
     "read_environment",
     "read_npu_variables",
     "read_timeouts",
+    "reset_logging",
     "run_rank",
     "setup_logging",
     "terminal_handlers",

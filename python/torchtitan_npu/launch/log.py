@@ -70,5 +70,18 @@ def setup_logging(rank: int, world_size: int, log_dir: Path | None = None) -> No
                 raise LaunchError(f"--log_dir {log_dir} cannot be written: {error}; name another directory") from error
             file.setFormatter(logging.Formatter("%(message)s"))
             handlers.append(file)
+    logger = logging.getLogger(_LOGGER_NAME)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
     for handler in handlers:
         logger.addHandler(handler)
+
+
+def reset_logging() -> None:
+    """Undo ``setup_logging``, and close its file: records go to the handlers of whoever imports the package."""
+    logger = logging.getLogger(_LOGGER_NAME)
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from torchtitan_npu.config import Config, RunArgs
 from torchtitan_npu.launch import (
     Environment,
@@ -26,15 +28,17 @@ def run(cfg: Config, args: RunArgs) -> int:
     """Train as ``cfg`` says, in this process as one rank; return the exit status.
 
     A failure is reported through logging, with status 1. In a job with several ranks the process ends here, with that
-    status: see ``run_rank``.
+    status: see ``run_rank``. A single process has neither a process group nor ``training.deterministic`` afterwards.
 
     Raises:
         LaunchError: torchrun's environment variables are incomplete or contradict each other.
     """
     env = read_environment()
+    deterministic = torch.get_deterministic_debug_mode()
     try:
         return run_rank(lambda: _run(cfg, args, env), env)
     finally:
+        torch.set_deterministic_debug_mode(deterministic)
         disconnect()
 
 
