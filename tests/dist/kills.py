@@ -29,7 +29,8 @@ from twin import SmallModel, next_token_loss, tokens_for
 
 from torchtitan_npu.fsdp import FSDP
 
-LIMIT_SECONDS = 5.0
+LIMIT_SECONDS = 20.0
+"""Far below every timeout, far above what it takes on a busy machine."""
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Kill:
     victim: int
     phase: str
     """What the victim was in."""
+    phases: set[str]
+    """What all ranks were in when they ended: a survivor may be a step behind."""
     errors: dict[int, str]
     """Of the other ranks."""
     seconds: float
@@ -100,20 +103,20 @@ def kill_one(choice: random.Random, world_size: int = 3, communicator: str | Non
             outcomes = group.call(kills.train_until_it_fails, timeout=90, communicator=communicator, directory=directory)
             ended_at = time.monotonic()
             killer.join()
-            phase = Path(directory, f"phase.{victim}").read_text().strip()
+            phases = [Path(directory, f"phase.{rank}").read_text().strip() for rank in range(world_size)]
         finally:
             group.close()
     errors = {outcome.rank: outcome.value or outcome.error for outcome in outcomes if outcome.rank != victim}
-    result = Kill(communicator, victim, phase, errors, ended_at - killed_at[0])
+    result = Kill(communicator, victim, phases[victim], set(phases), errors, ended_at - killed_at[0])
     assert outcomes[victim].error == f"died, exit code {-signal.SIGKILL}", outcomes[victim]
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]
-    if phase == "checkpoint":  # in torch's own collectives one may wait for another that has raised, as long as that lives
+    if "checkpoint" in result.phases:  # in torch's own collectives one may wait for another that has raised, as long as that lives
         assert any(outcome.finished for outcome in survivors), f"nobody has noticed: {result}"
     else:
         assert all(outcome.finished for outcome in survivors), f"a rank goes on: {result}"
         assert result.seconds < LIMIT_SECONDS, result
     assert "no error" not in errors.values(), result
-    if phase in ("forward", "backward"):  # in the others, torch's own collectives or nobody may be first to see it
+    if result.phases <= {"forward", "backward"}:  # in the others, torch's own collectives or nobody may be first to see it
         assert any(re.search(rf"rank {victim}\b", error) for error in errors.values()), result
     assert not any(process.is_alive() for process in group.processes)
     assert_no_more_shared_memory_files_than(files)
