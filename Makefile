@@ -133,7 +133,7 @@ $(SIMULATOR)/.built: CMakeLists.txt $(shell find simulator -type f) $(NPU_VENV)/
 simulator: $(SIMULATOR)/.built $(NPU_VENV)/.package ## build simulated Ascend cards and .venv-npu, an environment with torch_npu for them
 
 test-npu: $(SIMULATOR)/.built $(NPU_VENV)/.package ## run the tests of the NPU backend on simulated Ascend cards
-	OMP_NUM_THREADS=1 $(NPU_BIN)/python -m pytest tests/ascend --ignore tests/ascend/test_torchtitan.py $(ARGS)
+	OMP_NUM_THREADS=1 $(NPU_BIN)/python -m pytest $(IN_PARALLEL) tests/ascend --ignore tests/ascend/test_torchtitan.py $(ARGS)
 
 # A third one, for a trainer that is not ours: torchtitan brings many large packages, some in older versions. It imports triton.
 TITAN_VENV := .venv-titan
