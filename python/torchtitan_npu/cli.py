@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
     if command == "prepare":
-        from torchtitan_npu.data.prepare import main as prepare_main
+        from torchtitan_npu.data.prepare_cli import main as prepare_main
 
         return prepare_main(rest)
     if command == "tune":

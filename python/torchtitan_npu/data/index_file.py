@@ -38,8 +38,20 @@ _VERIFY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
+class TokenizerMark:
+    """The tokenizer that a binary file says it was prepared with."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class FileIndex:
-    """One converted file. ``digest``: blake2b-256 of the JSONL's bytes, hexadecimal."""
+    """One token file. ``digest``: blake2b-256 of the JSONL's bytes, hexadecimal; of a standalone .bin, of its parts.
+
+    ``source`` is what the user names: the JSONL, or the standalone .bin. ``tokenizer`` is known of a standalone .bin.
+    """
 
     source: Path
     idx_path: Path
@@ -49,6 +61,7 @@ class FileIndex:
     tokens: int
     largest_id: int
     digest: str
+    tokenizer: TokenizerMark | None = None
 
 
 class StaleIndexError(Exception):
@@ -121,6 +134,17 @@ def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) ->
         largest_id=header["largest_id"],
         digest=header["digest"],
     )
+
+
+def idx_of(bin_path: Path) -> Path:
+    """Where the .idx of a .bin lies."""
+    return bin_path.with_suffix(".idx")
+
+
+def standalone_digest(tokens_digest: str, offsets_digest: str) -> str:
+    """The digest of a .bin that was not made from a JSONL."""
+    parts = f"standalone:{tokens_digest}:{offsets_digest}"
+    return hashlib.blake2b(parts.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def idx_header(header: dict[str, Any]) -> bytes:
