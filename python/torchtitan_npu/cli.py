@@ -132,7 +132,7 @@ def train_main(argv: Sequence[str] | None = None, prog: str = "train.py") -> int
         )
     if args.data_dir is None and not args.dry_run:
         parser.error(
-            "--data_dir is missing: name a file, a directory or a glob of prepared JSONL (see prepare_data.py)"
+            "--data_dir is missing: name a file, a directory or a glob of prepared JSONL or .bin (see prepare_data.py)"
         )
     try:
         config = load_config(args.config, overrides)
@@ -165,7 +165,7 @@ def _train_parser(prog: str) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
-    parser.add_argument("--data_dir", metavar="PATH", help="a file, a directory or a glob of prepared JSONL")
+    parser.add_argument("--data_dir", metavar="PATH", help="a file, a directory or a glob of prepared JSONL or .bin")
     parser.add_argument(
         "--checkpoint_dir", type=Path, default=Path("checkpoints"), metavar="DIR", help="default: %(default)s"
     )
@@ -228,10 +228,10 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
         if path is None:
             continue
         from torchtitan_npu.data.errors import DataError
-        from torchtitan_npu.data.files import expand_paths
+        from torchtitan_npu.data.standalone import token_files
 
         try:
-            expand_paths(path, (".jsonl",), name)
+            token_files(path, name)
         except DataError as error:
             say(f"{error}\n")
             return EXIT_USAGE

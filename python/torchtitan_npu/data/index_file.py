@@ -110,18 +110,7 @@ def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) ->
                     "the JSONL has another time, but the same content" if same else "the JSONL has changed",
                     touched=same,
                 )
-            dtype = np.dtype(header["dtype"])
-            if os.fstat(idx.fileno()).st_size != IDX_HEADER_BYTES + 8 * (header["documents"] + 1):
-                raise StaleIndexError("the .idx is not whole")
-            if os.fstat(binary.fileno()).st_size != BIN_HEADER_BYTES + dtype.itemsize * header["tokens"]:
-                raise StaleIndexError("the .bin is not whole")
-            if binary.read(BIN_HEADER_BYTES) != bin_header(header["digest"]):
-                raise StaleIndexError("the .bin belongs to another .idx")
-            if verify and _digest_of_rest(idx) != header["offsets_digest"]:
-                raise StaleIndexError("the .idx is damaged")
-            small = dtype.itemsize * header["tokens"] <= _VERIFY_BYTES
-            if verify and small and _digest_of_rest(binary) != header["tokens_digest"]:
-                raise StaleIndexError("the .bin is damaged")
+            dtype = check_parts(header, idx, binary, verify=verify)
     except OSError as error:
         raise StaleIndexError(f"no readable index: {error}") from error
     return FileIndex(
@@ -134,6 +123,38 @@ def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) ->
         largest_id=header["largest_id"],
         digest=header["digest"],
     )
+
+
+def check_parts(header: dict[str, Any], idx: BinaryIO, binary: BinaryIO, *, verify: bool) -> np.dtype[Any]:
+    """The dtype of the tokens. Errors: StaleIndexError when the two files are not whole, or not a pair.
+
+    ``verify``: also compares digests. ``idx`` stands after its header, ``binary`` at its begin.
+    """
+    dtype = np.dtype(header["dtype"])
+    if os.fstat(idx.fileno()).st_size != IDX_HEADER_BYTES + 8 * (header["documents"] + 1):
+        raise StaleIndexError("the .idx is not whole")
+    magic = binary.read(BIN_HEADER_BYTES)
+    if not magic.startswith(_BIN_MAGIC):
+        raise StaleIndexError("the .bin is damaged, or not ours")
+    if magic != bin_header(header["digest"]):
+        raise StaleIndexError("the .bin belongs to another .idx")
+    if os.fstat(binary.fileno()).st_size != BIN_HEADER_BYTES + dtype.itemsize * header["tokens"]:
+        raise StaleIndexError("the .bin is not whole")
+    if verify and _digest_of_rest(idx) != header["offsets_digest"]:
+        raise StaleIndexError("the .idx is damaged")
+    small = dtype.itemsize * header["tokens"] <= _VERIFY_BYTES
+    if verify and small and _digest_of_rest(binary) != header["tokens_digest"]:
+        raise StaleIndexError("the .bin is damaged")
+    return dtype
+
+
+def has_bin_magic(path: Path) -> bool:
+    """Whether a file begins as a .bin of ours does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_BIN_MAGIC)) == _BIN_MAGIC
+    except OSError:
+        return False
 
 
 def idx_of(bin_path: Path) -> Path:

@@ -32,7 +32,7 @@ _JOURNAL = "journal"
 
 @dataclass(frozen=True)
 class State:
-    """How far a run has come: where to read on, bytes read of the files on disk, the output's own state, and the sums."""
+    """How far a run has come: where to read on, bytes read of the files on disk, the output's own state, the sums."""
 
     position: Position
     read_bytes: int
