@@ -45,6 +45,7 @@ commands:
   tune      measure which bucket_cap_mb suits a YAML file on these ranks
   report    write one HTML page about runs, from their log directories
   prepare   turn text into token files
+  tokenizer learn a tokenizer from text
   merge     write a checkpoint's model into one safetensors file
   export    write a checkpoint's model as Hugging Face's transformers loads it
   import    turn a Hugging Face model into a checkpoint to start from
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tune",
         "report",
         "prepare",
+        "tokenizer",
         "merge",
         "export",
         "import",
@@ -85,9 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
     if command == "prepare":
-        from torchtitan_npu.data.prepare_cli import main as prepare_main
+        from torchtitan_npu.cli_prepare import main as prepare_main
 
         return prepare_main(rest)
+    if command == "tokenizer":
+        from torchtitan_npu.cli_tokenizer import tokenizer_main
+
+        return tokenizer_main(rest)
     if command == "tune":
         from torchtitan_npu.cli_tune import tune_main
 

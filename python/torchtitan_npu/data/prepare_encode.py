@@ -94,7 +94,7 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, options: Options) -> tuple[
     summary = Summary()
     for reason, line in chunk.dropped:
         summary.drop(reason, f"{chunk.path}:{line}")
-    texts, lines = _documents(chunk, options.text_field, summary)
+    texts, lines = documents(chunk, options.text_field, summary)
     if not texts:
         return np.empty(0, np.uint16), np.empty(0, np.int64), summary
     tokens, lengths = tokenizer.encode_joined(texts)
@@ -120,8 +120,11 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, options: Options) -> tuple[
     return tokens, lengths, summary
 
 
-def _documents(chunk: Chunk, text_field: str, summary: Summary) -> tuple[list[str], Any]:
-    """The texts, and the number of each one's line."""
+def documents(chunk: Chunk, text_field: str, summary: Summary) -> tuple[list[str], Any]:
+    """The texts of a chunk, stripped, and the number of each one's line. Counts in ``summary`` what is dropped.
+
+    ``chunk.dropped`` is not looked at.
+    """
     if isinstance(chunk.data, bytes):
         lines, reasons = _decode_lines(chunk.data)
         empty = "empty line"

@@ -48,10 +48,13 @@ class Progress:
         left = max(self._total - read_bytes, 0)
         eta = f", {_clock(left / rate)} left" if left and rate > 0 else ""
         percent = 100 * read_bytes / max(self._total, 1)
+        done, speed = f"{summary.documents:,} documents", f"{rate / 1e6:,.1f} MB/s"
+        if summary.tokens:
+            done += f", {summary.tokens:,} tokens"
+            speed += f", {(summary.tokens - self._start_tokens) / seconds:,.0f} tokens/s"
         return (
-            f"{summary.documents:,} documents, {summary.tokens:,} tokens from {read_bytes / 1e6:,.1f} of "
-            f"{self._total / 1e6:,.1f} MB ({percent:.0f} %) in {seconds:.1f} s ({rate / 1e6:,.1f} MB/s, "
-            f"{(summary.tokens - self._start_tokens) / seconds:,.0f} tokens/s{eta})"
+            f"{done} from {read_bytes / 1e6:,.1f} of {self._total / 1e6:,.1f} MB ({percent:.0f} %) in {seconds:.1f} s "
+            f"({speed}{eta})"
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchtitan_npu import cli
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.prepare_encode import DEFAULT_MAX_SEQ_LEN, SPECIAL_CHOICES, Options
 from torchtitan_npu.data.prepare_read import DEFAULT_MAX_DOCUMENT_MB, INPUT_FORMATS
@@ -28,8 +29,8 @@ A run that was stopped goes on where it was when it is started again with the sa
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
         prog="prepare_data.py",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--max_seq_len", type=int, default=DEFAULT_MAX_SEQ_LEN, metavar="N", help="tokens kept (default: %(default)s)"
+        "--max_seq_len",
+        type=cli.positive,
+        default=DEFAULT_MAX_SEQ_LEN,
+        metavar="N",
+        help="tokens kept (default: %(default)s)",
     )
     length.add_argument("--no_truncate", action="store_true", help="keep documents of any length whole")
     for flag, what in (("bos", "begin with the tokenizer's BOS"), ("eos", "end with the tokenizer's EOS")):
@@ -60,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
             default="auto",
             help=f"whether documents {what}; auto (default): as the tokenizer does by itself; without a value: always",
         )
-    parser.add_argument("--num_proc", type=int, default=1, metavar="N", help="processes that encode (default: 1)")
+    parser.add_argument(
+        "--num_proc", type=cli.positive, default=1, metavar="N", help="processes that encode (default: 1)"
+    )
     return parser
 
 
@@ -79,7 +86,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max_document_mb",
-        type=int,
+        type=cli.positive,
         default=DEFAULT_MAX_DOCUMENT_MB,
         metavar="N",
         help="MiB of text; longer documents are dropped and counted (default: %(default)s)",
@@ -88,11 +95,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 (bad data) or 130 (interrupted)."""
-    flags = parser()
-    args = flags.parse_args(argv)
-    for name in ("max_seq_len", "num_proc", "max_document_mb"):
-        if getattr(args, name) < 1:
-            flags.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    args = _parser().parse_args(argv)
     from torchtitan_npu.data.prepare import prepare
 
     options = Options(
