@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_npu.cli_prepare import main
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.files import atomic_write, expand_paths
-from torchtitan_npu.cli_prepare import main
 from torchtitan_npu.data.tokenizer import ByteTokenizer, load_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

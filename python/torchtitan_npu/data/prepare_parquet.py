@@ -25,7 +25,7 @@ def read_parquet(one: Input, begin: Position, before: int, column: str, max_docu
     row = begin.offset
     with _seekable(one) as file:
         try:
-            opened = parquet.ParquetFile(file)
+            opened = parquet.ParquetFile(file, page_checksum_verification=True)
             _check_column(one, opened.schema_arrow, column, pyarrow)
             rows = opened.metadata.num_rows
             for values in _batches(opened, column, begin.offset, pyarrow):

@@ -65,7 +65,7 @@ def train_tokenizer(inputs: Sequence[str], output: Path, options: TrainOptions) 
     least = _BYTES + len(special)
     if options.vocab_size < least:
         raise DataError(
-            f"--vocab_size {options.vocab_size}: must be at least {least}, for {_BYTES} bytes and {len(special)} special "
+            f"--vocab_size {options.vocab_size}: must be at least {least}: {_BYTES} bytes, {len(special)} special "
             "tokens"
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
