@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,10 @@ import numpy.typing as npt
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.index_file import (
     BIN_HEADER_BYTES,
-    DIGEST_BYTES,
     FORMAT_VERSION,
     IDX_HEADER_BYTES,
     bin_header,
+    content_hash,
     idx_header,
     standalone_digest,
 )
@@ -57,7 +56,7 @@ class BinWriter:
         Errors: DataError when the files do not hold what they held then.
         """
         self.dtype = np.dtype(dtype)
-        self._hashes = [hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in range(2)]
+        self._hashes = [content_hash() for _ in range(2)]
         self.documents = 0
         self.tokens = 0
         mode = "w+b" if written is None else "r+b"
