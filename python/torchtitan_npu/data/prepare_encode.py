@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.prepare_read import DEFAULT_MAX_DOCUMENT_MB, Chunk
-from torchtitan_npu.data.token_rows import Lengths, Tokens, cut, frame
+from torchtitan_npu.data.token_rows import Lengths, Tokens, cut
 from torchtitan_npu.data.tokenizer import Tokenizer
 
 DEFAULT_MAX_SEQ_LEN = 8192
@@ -97,15 +97,7 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, options: Options) -> tuple[
     texts, lines = documents(chunk, options.text_field, summary)
     if not texts:
         return np.empty(0, np.uint16), np.empty(0, np.int64), summary
-    tokens, lengths = tokenizer.encode_joined(texts)
-    tokens, lengths = frame(
-        tokens,
-        lengths,
-        bos_id=tokenizer.bos_id,
-        with_bos=_WITH[options.bos],
-        eos_id=tokenizer.eos_id,
-        with_eos=_WITH[options.eos],
-    )
+    tokens, lengths = tokenizer.encode_joined(texts, _WITH[options.bos], _WITH[options.eos])
     for place in np.flatnonzero(lengths == 0):
         summary.drop("no tokens: the tokenizer knows none of its characters", f"{chunk.path}:{lines[place]}")
     lengths = lengths[lengths > 0]

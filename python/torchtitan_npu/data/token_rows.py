@@ -26,13 +26,16 @@ def jsonl_rows(tokens: Tokens, lengths: Lengths) -> bytes:
         lengths: [documents] int64, each at least 1.
     """
     text = b"".join(_numbers(tokens, np.cumsum(lengths) - lengths))
-    parts = [b""] * (2 * len(lengths))
-    parts[::2] = text.split(b"\n")[1:]
-    parts[1::2] = map(_row_end, lengths.tolist())
-    return _ROW_BEGIN + b"".join(parts)[: -len(_ROW_BEGIN)]
+    parts = [b""] * (2 * len(lengths) + 1)
+    parts[1::2] = text.split(b"\n")[1:]
+    row_ends = _SHORT_ROW_ENDS if int(lengths.max()) < len(_SHORT_ROW_ENDS) else _RowEnds()
+    parts[2::2] = map(row_ends.__getitem__, lengths.tolist())
+    parts[0] = _ROW_BEGIN
+    parts[-1] = parts[-1].removesuffix(_ROW_BEGIN)
+    return b"".join(parts)
 
 
-def _numbers(tokens: Tokens, starts: Lengths) -> Iterator[bytes]:
+def _numbers(tokens: Tokens, starts: Lengths) -> Iterator[bytearray]:
     """The ids with a comma between them, and a newline before each document.
 
     Each id becomes 4 or 8 bytes, padded with NUL, which is then deleted. What is between two ids stands before the
@@ -40,16 +43,22 @@ def _numbers(tokens: Tokens, starts: Lengths) -> Iterator[bytes]:
     """
     table = _number_table(int(tokens.max()))
     for first in range(0, len(tokens), _TOKENS_AT_ONCE):
-        fields = table[tokens[first : first + _TOKENS_AT_ONCE]]
-        inside = slice(*np.searchsorted(starts, [first, first + len(fields)]))
-        fields.view(np.uint8)[(starts[inside] - first) * table.itemsize] = _MARK
-        yield fields.tobytes().translate(None, b"\0")
+        block = tokens[first : first + _TOKENS_AT_ONCE]
+        text = bytearray(len(block) * table.itemsize)
+        np.take(table, block, out=np.frombuffer(text, table.dtype), mode="clip")  # "raise" would go through a copy
+        inside = slice(*np.searchsorted(starts, [first, first + len(block)]))
+        np.frombuffer(text, np.uint8)[(starts[inside] - first) * table.itemsize] = _MARK
+        yield text.translate(None, b"\0")
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _row_end(length: int) -> bytes:
-    """What stands between the ids of a document of this length and those of the next one."""
-    return b'],"length":%d}\n' % length + _ROW_BEGIN
+class _RowEnds:
+    """What stands between the ids of a document of a length and those of the next one."""
+
+    def __getitem__(self, length: int) -> bytes:
+        return b'],"length":%d}\n' % length + _ROW_BEGIN
+
+
+_SHORT_ROW_ENDS = [_RowEnds()[length] for length in range(1 << 12)]
 
 
 def _number_table(largest_id: int) -> npt.NDArray[Any]:

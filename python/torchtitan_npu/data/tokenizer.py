@@ -36,13 +36,22 @@ class Tokenizer(Protocol):
         """Ids of each text, special tokens included, never truncated or padded."""
         ...
 
-    def encode_joined(self, texts: Sequence[str]) -> tuple[Tokens, Lengths]:
-        """The ids of ``encode_batch`` back to back, unsigned, and how many of them each text has, int64."""
+    def encode_joined(
+        self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
+    ) -> tuple[Tokens, Lengths]:
+        """The ids of ``encode_batch`` back to back, unsigned, and how many of them each text has, int64.
+
+        With BOS and EOS (True), without (False), or as the tokenizer itself does (None).
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
         ...
+
+
+_BYTE_IDS = np.arange(256, dtype=np.uint16)
+_BYTE_IDS[0xFE:] = (256, 257)
 
 
 class ByteTokenizer:
@@ -58,11 +67,16 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[256, *text.encode("utf-8")] for text in texts]
 
-    def encode_joined(self, texts: Sequence[str]) -> tuple[Tokens, Lengths]:
+    def encode_joined(
+        self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
+    ) -> tuple[Tokens, Lengths]:
+        # Two bytes that UTF-8 never has stand for BOS and EOS: bytes are joined faster than arrays.
+        before = b"" if with_bos is False else b"\xfe"
+        after = b"\xff" if with_eos else b""
         encoded = [text.encode("utf-8") for text in texts]
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        tokens = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint16)
-        return frame(tokens, lengths, bos_id=self.bos_id, with_bos=True, eos_id=None, with_eos=None)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded)) + len(before + after)
+        joined = before + (after + before).join(encoded) + after
+        return _BYTE_IDS[np.frombuffer(joined, np.uint8)], lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -86,8 +100,10 @@ class FastTokenizer:
         # "fast": without the offsets into the text, which nobody reads here.
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]
 
-    def encode_joined(self, texts: Sequence[str]) -> tuple[Tokens, Lengths]:
-        return join_ids(self.encode_batch(texts))
+    def encode_joined(
+        self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
+    ) -> tuple[Tokens, Lengths]:
+        return _framed(self, texts, with_bos, with_eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
@@ -117,12 +133,22 @@ class SlowTokenizer:
         )
         return [list(ids) for ids in encoded["input_ids"]]
 
-    def encode_joined(self, texts: Sequence[str]) -> tuple[Tokens, Lengths]:
-        return join_ids(self.encode_batch(texts))
+    def encode_joined(
+        self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
+    ) -> tuple[Tokens, Lengths]:
+        return _framed(self, texts, with_bos, with_eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+def _framed(
+    tokenizer: Tokenizer, texts: Sequence[str], with_bos: bool | None, with_eos: bool | None
+) -> tuple[Tokens, Lengths]:
+    tokens, lengths = join_ids(tokenizer.encode_batch(texts))
+    bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
+    return frame(tokens, lengths, bos_id=bos_id, with_bos=with_bos, eos_id=eos_id, with_eos=with_eos)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
