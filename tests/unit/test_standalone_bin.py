@@ -163,6 +163,7 @@ def test_files_of_different_tokenizers(tmp_path: Path) -> None:
         ("x.jsonl", ("--format", "bin"), "must end in .bin"),
         ("x.bin", ("--format", "jsonl"), "must not end in .bin"),
         ("source.txt.bin", (), "is where .*source.txt's converted form lies"),
+        ("new.jsonl.bin", (), "is where .*new.jsonl's converted form lies"),
         ("folder.bin", (), "not a regular file"),
     ],
 )

@@ -104,7 +104,7 @@ def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) ->
     try:
         with idx_path.open("rb") as idx, bin_path.open("rb") as binary:
             header = read_idx_header(idx)
-            if header["size"] != stat.st_size:
+            if header.get("size") != stat.st_size:  # a standalone .idx has none
                 raise StaleIndexError("the JSONL has changed since the conversion")
             if header["mtime_ns"] != stat.st_mtime_ns:
                 same = verify and _digest_of(source) == header["digest"]

@@ -51,7 +51,7 @@ def targets(output: Path, output_format: str) -> dict[str, Path]:
     else:
         if output.suffix != ".bin":
             raise DataError(f"--output {output}: with --format bin the name must end in .bin (the .idx is beside it)")
-        if (source := output.with_suffix("")).exists():
+        if (source := output.with_suffix("")).exists() or source.suffix == ".jsonl":
             raise DataError(f"--output {output}: is where {source}'s converted form lies; choose another name")
         # The .idx last: under its final name it always finds its .bin.
         found = {"tokens": output, "offsets": idx_of(output)}
