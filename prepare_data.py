@@ -2,7 +2,7 @@
 
 import sys
 
-from torchtitan_npu.data.prepare import main
+from torchtitan_npu.cli_prepare import main
 
 if __name__ == "__main__":
     sys.exit(main())

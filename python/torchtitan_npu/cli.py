@@ -45,6 +45,7 @@ commands:
   tune      measure which bucket_cap_mb suits a YAML file on these ranks
   report    write one HTML page about runs, from their log directories
   prepare   turn text into token files
+  tokenizer learn a tokenizer from text
   merge     write a checkpoint's model into one safetensors file
   export    write a checkpoint's model as Hugging Face's transformers loads it
   import    turn a Hugging Face model into a checkpoint to start from
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tune",
         "report",
         "prepare",
+        "tokenizer",
         "merge",
         "export",
         "import",
@@ -85,9 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
     if command == "prepare":
-        from torchtitan_npu.data.prepare import main as prepare_main
+        from torchtitan_npu.cli_prepare import main as prepare_main
 
         return prepare_main(rest)
+    if command == "tokenizer":
+        from torchtitan_npu.cli_tokenizer import tokenizer_main
+
+        return tokenizer_main(rest)
     if command == "tune":
         from torchtitan_npu.cli_tune import tune_main
 
@@ -132,7 +138,7 @@ def train_main(argv: Sequence[str] | None = None, prog: str = "train.py") -> int
         )
     if args.data_dir is None and not args.dry_run:
         parser.error(
-            "--data_dir is missing: name a file, a directory or a glob of prepared JSONL (see prepare_data.py)"
+            "--data_dir is missing: name a file, a directory or a glob of prepared JSONL or .bin (see prepare_data.py)"
         )
     try:
         config = load_config(args.config, overrides)
@@ -165,7 +171,7 @@ def _train_parser(prog: str) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
-    parser.add_argument("--data_dir", metavar="PATH", help="a file, a directory or a glob of prepared JSONL")
+    parser.add_argument("--data_dir", metavar="PATH", help="a file, a directory or a glob of prepared JSONL or .bin")
     parser.add_argument(
         "--checkpoint_dir", type=Path, default=Path("checkpoints"), metavar="DIR", help="default: %(default)s"
     )
@@ -228,10 +234,10 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
         if path is None:
             continue
         from torchtitan_npu.data.errors import DataError
-        from torchtitan_npu.data.files import expand_paths
+        from torchtitan_npu.data.standalone import token_files
 
         try:
-            expand_paths(path, (".jsonl",), name)
+            token_files(path, name)
         except DataError as error:
             say(f"{error}\n")
             return EXIT_USAGE

@@ -222,7 +222,7 @@ def test_prepare_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None
         calls.append(arguments)
         return 3
 
-    name = "torchtitan_npu.data.prepare"
+    name = "torchtitan_npu.cli_prepare"
     monkeypatch.setitem(sys.modules, name, fake_module(name, main=prepare))
     assert cli.main(["prepare", "--help", "--input", "a.b"]) == 3
     assert calls == [["--help", "--input", "a.b"]]

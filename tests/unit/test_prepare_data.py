@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_npu.cli_prepare import main
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.files import atomic_write, expand_paths
-from torchtitan_npu.data.prepare import main
 from torchtitan_npu.data.tokenizer import ByteTokenizer, load_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,9 +107,9 @@ def test_jsonl_keeps_newlines_and_bad_lines_are_counted_with_their_reason(
 
 def test_format_text_takes_json_lines_as_text(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text('{"text": "a"}\n')
-    assert run(tmp_path, "--format", "text") == 0
+    assert run(tmp_path, "--input_format", "text") == 0
     assert records(tmp_path / "out.jsonl")[0]["length"] == 1 + len('{"text": "a"}')
-    assert run(tmp_path, "--format", "jsonl") == 0
+    assert run(tmp_path, "--input_format", "jsonl") == 0
     assert records(tmp_path / "out.jsonl")[0]["tokens"] == [BOS, 97]
 
 

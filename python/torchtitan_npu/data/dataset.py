@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_npu.data.errors import DataError
-from torchtitan_npu.data.files import expand_paths
 from torchtitan_npu.data.index import build_index, check_vocab, find_index, fingerprint
 from torchtitan_npu.data.index_file import FileIndex, StaleIndexError, map_offsets, map_tokens
+from torchtitan_npu.data.standalone import check_tokenizers, token_files
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ def open_dataset(
     build: bool = True,
     wait_for_index_seconds: float = 0.0,
 ) -> TokenDataset:
-    """Opens JSONL token files.
+    """Opens token files, JSONL or binary.
 
     Args:
-        path: a file, a directory with ``*.jsonl``, a glob, or a sequence of these.
+        path: a file, a directory with ``*.jsonl`` and ``*.bin``, a glob, or a sequence of these.
         vocab_size: the model's; every id must be below it.
         name: how errors call ``path``.
         build: convert what is not converted. Under several ranks only local rank 0 builds; the others pass False,
@@ -93,10 +93,11 @@ def open_dataset(
     """
     if build:
         return TokenDataset(build_index(path, vocab_size, name=name).files, vocab_size)
-    sources = expand_paths(path, (".jsonl",), name)
+    sources = token_files(path, name)
     deadline = time.monotonic() + wait_for_index_seconds
     files = [_wait_for_index(source, deadline) for source in sources]
     check_vocab(files, vocab_size)
+    check_tokenizers(files, name)
     return TokenDataset(files, vocab_size)
 
 

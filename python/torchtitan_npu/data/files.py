@@ -39,7 +39,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    _fsync_directory(target.parent)
+    fsync_directory(target.parent)
 
 
 def expand_paths(path: str | Path | Sequence[str | Path], suffixes: Sequence[str], what: str) -> list[Path]:
@@ -66,9 +66,11 @@ def expand_paths(path: str | Path | Sequence[str | Path], suffixes: Sequence[str
         raise DataError(f"{what}: the path is empty; give a file, a directory or a glob")
     here = Path(text)
     if here.is_dir():
-        files = sorted(f for f in here.iterdir() if f.is_file() and f.suffix in suffixes and f.name[0] != ".")
+        endings = tuple(suffixes)
+        files = sorted(f for f in here.iterdir() if f.is_file() and f.name.endswith(endings) and f.name[0] != ".")
         if not files:
-            raise DataError(f"{what}: directory {text!r} holds no {' or '.join('*' + s for s in suffixes)} file")
+            shown = " or ".join(f"*{ending}" for ending in suffixes if ending.count(".") == 1)  # without *.txt.gz
+            raise DataError(f"{what}: directory {text!r} holds no {shown} file")
         return files
     if here.exists():
         return [here]
@@ -86,7 +88,8 @@ def _umask() -> int:
     return current
 
 
-def _fsync_directory(directory: Path) -> None:
+def fsync_directory(directory: Path) -> None:
+    """Makes the renames in a directory last."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

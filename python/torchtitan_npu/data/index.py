@@ -15,15 +15,15 @@ from typing import BinaryIO
 import numpy as np
 
 from torchtitan_npu.data.errors import DataError
-from torchtitan_npu.data.files import atomic_write, expand_paths
+from torchtitan_npu.data.files import atomic_write
 from torchtitan_npu.data.index_file import (
     BIN_HEADER_BYTES,
-    DIGEST_BYTES,
     FORMAT_VERSION,
     IDX_HEADER_BYTES,
     FileIndex,
     StaleIndexError,
     bin_header,
+    content_hash,
     idx_header,
     index_locations,
     load_index,
@@ -33,6 +33,7 @@ from torchtitan_npu.data.index_file import (
     stat_source,
 )
 from torchtitan_npu.data.records import read_records
+from torchtitan_npu.data.standalone import check_tokenizers, is_standalone, open_standalone, token_files
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int, *, na
     Run it on one rank per node before ``open_dataset(..., build=False)`` on all of them.
 
     Args:
-        paths: a JSONL file, a directory with ``*.jsonl``, a glob, or a sequence of these.
+        paths: a JSONL or .bin file, a directory with ``*.jsonl`` and ``*.bin``, a glob, or a sequence of these.
         vocab_size: ids are in ``[0, vocab_size)``; also decides the width on disk of files converted now.
         name: how errors call ``paths``.
 
@@ -86,18 +87,21 @@ def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int, *, na
     """
     files: list[FileIndex] = []
     built = 0
-    for source in expand_paths(paths, (".jsonl",), name):
+    for source in token_files(paths, name):
         found = _find(source)
         if found is None:
             found = _build(source, vocab_size)
             built += 1
         files.append(found)
     check_vocab(files, vocab_size)
+    check_tokenizers(files, name)
     return IndexInfo(tuple(files), built)
 
 
 def find_index(source: Path) -> FileIndex:
     """The valid index of ``source``, without building or repairing. Errors: StaleIndexError, DataError (no source)."""
+    if is_standalone(source):
+        return open_standalone(source, verify=False)
     reasons = []
     for idx_path, bin_path in index_locations(source):
         try:
@@ -135,6 +139,8 @@ def check_vocab(files: Sequence[FileIndex], vocab_size: int) -> None:
 
 
 def _find(source: Path) -> FileIndex | None:
+    if is_standalone(source):
+        return open_standalone(source, verify=True)
     for idx_path, bin_path in index_locations(source):
         try:
             return load_index(source, idx_path, bin_path, verify=True)
@@ -183,7 +189,7 @@ def _place(source: Path) -> tuple[Path, Path]:
 def _convert(source: Path, vocab_size: int, idx: BinaryIO, binary: BinaryIO) -> None:
     """Streams: memory is one line and a few buffers, whatever the size of the file."""
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    content, tokens_hash, offsets_hash = (hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in range(3))
+    content, tokens_hash, offsets_hash = (content_hash() for _ in range(3))
     idx.write(b"\0" * IDX_HEADER_BYTES)
     binary.write(b"\0" * BIN_HEADER_BYTES)
     documents = tokens = 0

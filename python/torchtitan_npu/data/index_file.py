@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from torchtitan_npu.data.errors import DataError
 
@@ -30,16 +31,29 @@ BIN_HEADER_BYTES = 64
 IDX_HEADER_BYTES = 4096
 _BIN_MAGIC = b"TTNPUBIN"
 _IDX_MAGIC = b"TTNPUIDX"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had blake2b where XXH3 is now
 DIGEST_BYTES = 32
 _PREFIX_BYTES = len(_IDX_MAGIC) + DIGEST_BYTES
-# The builder re-reads a cached .bin up to this size to check its digest; a larger one is checked by header and size.
+# The builder re-reads a cached file up to this size to check its digest; a larger one is checked by header and size, so
+# that opening takes no longer for a larger corpus.
 _VERIFY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
+class TokenizerMark:
+    """The tokenizer that a binary file says it was prepared with."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class FileIndex:
-    """One converted file. ``digest``: blake2b-256 of the JSONL's bytes, hexadecimal."""
+    """One token file. ``digest``: XXH3-128 of the JSONL's bytes, hexadecimal; of a standalone .bin, of its parts.
+
+    ``source`` is what the user names: the JSONL, or the standalone .bin. ``tokenizer`` is known of a standalone .bin.
+    """
 
     source: Path
     idx_path: Path
@@ -49,6 +63,7 @@ class FileIndex:
     tokens: int
     largest_id: int
     digest: str
+    tokenizer: TokenizerMark | None = None
 
 
 class StaleIndexError(Exception):
@@ -89,7 +104,7 @@ def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) ->
     try:
         with idx_path.open("rb") as idx, bin_path.open("rb") as binary:
             header = read_idx_header(idx)
-            if header["size"] != stat.st_size:
+            if header.get("size") != stat.st_size:  # a standalone .idx has none
                 raise StaleIndexError("the JSONL has changed since the conversion")
             if header["mtime_ns"] != stat.st_mtime_ns:
                 same = verify and _digest_of(source) == header["digest"]
@@ -97,18 +112,7 @@ def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) ->
                     "the JSONL has another time, but the same content" if same else "the JSONL has changed",
                     touched=same,
                 )
-            dtype = np.dtype(header["dtype"])
-            if os.fstat(idx.fileno()).st_size != IDX_HEADER_BYTES + 8 * (header["documents"] + 1):
-                raise StaleIndexError("the .idx is not whole")
-            if os.fstat(binary.fileno()).st_size != BIN_HEADER_BYTES + dtype.itemsize * header["tokens"]:
-                raise StaleIndexError("the .bin is not whole")
-            if binary.read(BIN_HEADER_BYTES) != bin_header(header["digest"]):
-                raise StaleIndexError("the .bin belongs to another .idx")
-            if verify and _digest_of_rest(idx) != header["offsets_digest"]:
-                raise StaleIndexError("the .idx is damaged")
-            small = dtype.itemsize * header["tokens"] <= _VERIFY_BYTES
-            if verify and small and _digest_of_rest(binary) != header["tokens_digest"]:
-                raise StaleIndexError("the .bin is damaged")
+            dtype = check_parts(header, idx, binary, verify=verify)
     except OSError as error:
         raise StaleIndexError(f"no readable index: {error}") from error
     return FileIndex(
@@ -121,6 +125,57 @@ def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) ->
         largest_id=header["largest_id"],
         digest=header["digest"],
     )
+
+
+def check_parts(header: dict[str, Any], idx: BinaryIO, binary: BinaryIO, *, verify: bool) -> np.dtype[Any]:
+    """The dtype of the tokens. Errors: StaleIndexError when the two files are not whole, or not a pair.
+
+    ``verify``: also compares digests. ``idx`` stands after its header, ``binary`` at its begin.
+    """
+    dtype = np.dtype(header["dtype"])
+    if os.fstat(idx.fileno()).st_size != IDX_HEADER_BYTES + 8 * (header["documents"] + 1):
+        raise StaleIndexError("the .idx is not whole")
+    magic = binary.read(BIN_HEADER_BYTES)
+    if not magic.startswith(_BIN_MAGIC):
+        raise StaleIndexError("the .bin is damaged, or not ours")
+    if magic != bin_header(header["digest"]):
+        raise StaleIndexError("the .bin belongs to another .idx")
+    if os.fstat(binary.fileno()).st_size != BIN_HEADER_BYTES + dtype.itemsize * header["tokens"]:
+        raise StaleIndexError("the .bin is not whole")
+    if verify and 8 * header["documents"] <= _VERIFY_BYTES and _digest_of_rest(idx) != header["offsets_digest"]:
+        raise StaleIndexError("the .idx is damaged")
+    small = dtype.itemsize * header["tokens"] <= _VERIFY_BYTES
+    if verify and small and _digest_of_rest(binary) != header["tokens_digest"]:
+        raise StaleIndexError("the .bin is damaged")
+    return dtype
+
+
+def has_bin_magic(path: Path) -> bool:
+    """Whether a file begins as a .bin of ours does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_BIN_MAGIC)) == _BIN_MAGIC
+    except OSError:
+        return False
+
+
+def idx_of(bin_path: Path) -> Path:
+    """Where the .idx of a .bin lies."""
+    return bin_path.with_suffix(".idx")
+
+
+def standalone_digest(tokens_digest: str, offsets_digest: str) -> str:
+    """The digest of a .bin that was not made from a JSONL."""
+    parts = f"standalone:{tokens_digest}:{offsets_digest}"
+    return hashlib.blake2b(parts.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def content_hash() -> xxhash.xxh3_128:
+    """For the contents of files. It finds damage and changes; it is no defence against somebody who forges them.
+
+    Some ten times as fast as blake2b, which would take as long as reading the tokens out of a JSONL.
+    """
+    return xxhash.xxh3_128()
 
 
 def idx_header(header: dict[str, Any]) -> bytes:
@@ -151,7 +206,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _digest_of_rest(file: BinaryIO) -> str:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = content_hash()
     while block := file.read(1 << 20):
         digest.update(block)
     return digest.hexdigest()
