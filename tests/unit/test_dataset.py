@@ -229,14 +229,14 @@ def test_a_failed_write_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest
 
 def test_a_file_that_grows_during_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "train.jsonl", [1, 2])
-    read = index_module.read_records
+    read = index_module.read_token_lines
 
     def growing(*args: object) -> object:
         yield from read(*args)  # type: ignore[arg-type]
         with path.open("ab") as file:
             file.write(GOOD)
 
-    monkeypatch.setattr(index_module, "read_records", growing)
+    monkeypatch.setattr(index_module, "read_token_lines", growing)
     with pytest.raises(DataError, match="changed while it was being converted"):
         build_index(path, 10)
     assert os.listdir(tmp_path) == ["train.jsonl"]
