@@ -19,12 +19,12 @@ from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.files import atomic_write, expand_paths
 from torchtitan_npu.data.index_file import (
     BIN_HEADER_BYTES,
-    DIGEST_BYTES,
     FORMAT_VERSION,
     IDX_HEADER_BYTES,
     FileIndex,
     StaleIndexError,
     bin_header,
+    content_hash,
     idx_header,
     index_locations,
     load_index,
@@ -183,7 +183,7 @@ def _place(source: Path) -> tuple[Path, Path]:
 def _convert(source: Path, vocab_size: int, idx: BinaryIO, binary: BinaryIO) -> None:
     """Streams: memory is a few times the longest line, whatever the size of the file."""
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    content, tokens_hash, offsets_hash = (hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in range(3))
+    content, tokens_hash, offsets_hash = (content_hash() for _ in range(3))
     idx.write(b"\0" * IDX_HEADER_BYTES)
     binary.write(b"\0" * BIN_HEADER_BYTES)
     documents = tokens = read_bytes = 0
