@@ -46,6 +46,7 @@ class BufferedStream {
  public:
   BufferedStream(const std::vector<std::pair<py::buffer, py::buffer>>& files, std::optional<std::int64_t> eos_id) {
     std::vector<TokenFile> views;
+    buffers_.reserve(2 * files.size());  // the references below stay valid
     for (const auto& [tokens, offsets] : files) {
       const py::buffer_info& ids = buffers_.emplace_back(tokens.request());
       const auto ends = elements<const std::int64_t>(buffers_.emplace_back(offsets.request()), "offsets");

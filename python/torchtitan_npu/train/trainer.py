@@ -173,7 +173,8 @@ class Trainer:
         return result.loss
 
     def close(self) -> None:
-        """Flush and close the files of the metrics."""
+        """Flush and close the files of the metrics, and end the threads that read data."""
+        self.loader.close()
         if not self.finished and self.metrics is not None:
             self.metrics.close()
 
