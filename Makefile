@@ -161,6 +161,8 @@ lint: $(VENV)/.package $(VENV)/.lint ## ruff, mypy, clang-format
 
 # Random delays in every device operation and wait, chosen by the seed.
 SEEDS ?= 1 2 3
+# Of broken token files, for each seed; 100,000 take some five seconds.
+FUZZ_CASES ?= 400000
 sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread and address sanitizers (SEEDS="1 2 3")
 	for kind in thread address,undefined; do \
 	  build=build/sanitize-$${kind%,*}; \
@@ -172,6 +174,7 @@ sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread 
 	    for ranks in 1 2 3 4 7; do $$build/engine_stress $$ranks 40 $$seed; done; \
 	    for ranks in 2 4 7; do $$build/shm_stress $$ranks 100; done; \
 	    for ranks in 2 3; do $$build/lanes_stress $$ranks 40 $$seed; done; \
+	    if [ $$kind != thread ]; then $$build/data_fuzz $(FUZZ_CASES) $$seed; fi; \
 	  done; \
 	done
 
