@@ -205,7 +205,7 @@ def test_a_file_reads_the_same_in_blocks_of_any_size(lines: list[bytes], ending:
 
 
 def test_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain one of 200 kB grows the buffer; an odd one over the limit is refused with its place, an endless one too."""
+    """A plain one of 200 kB grows the buffer; odd ones over the limit, and endless ones, are refused."""
     tokens = [7, 77, 777] * 20_000
     plain = json.dumps({"tokens": tokens, "length": len(tokens)}).encode()
     found = collect(plain + b'\n{"tokens": [1]}', 64, monkeypatch)
