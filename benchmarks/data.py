@@ -94,6 +94,11 @@ def indexing(directory: Path, rounds: int, documents: int) -> list[Row]:
         "json.loads": index_json,
         "datasets": index_datasets,
     }
+    few = directory / "few.jsonl"
+    count = write_tokens(few, 10)
+    for name, index in engines.items():  # the first time, they import
+        if index(few) != count:
+            raise RuntimeError(f"{name} does not find {count} tokens")
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds):
         for name, index in engines.items():

@@ -8,7 +8,7 @@ from typing import Any
 _NAMES = {
     "order": "the version of the order of samples",
     "fingerprints": "the data's fingerprint",
-    "shares": "the shares of data.mixture",
+    "shares": "data.mixture (shares)",
     "seed": "training.seed",
     "seq_len": "training.seq_len",
     "shuffle": "data.shuffle",
