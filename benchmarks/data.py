@@ -281,7 +281,7 @@ def measure(rounds: int, *, quick: bool, directory: Path) -> list[Row]:
         *indexing(directory, rounds, 300 if quick else 30_000),
         *fetch(directory, rounds, 20 if quick else 300),
         *large(directory, rounds, (0.6,) if quick else (1.0, 10.0)),
-        *waiting(directory, 4 if quick else 20),
+        *waiting(directory, 4 if quick else 10),
     ]
 
 
