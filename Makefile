@@ -146,7 +146,7 @@ $(TITAN_VENV)/.torchtitan:
 test-titan: $(SIMULATOR)/.built $(NPU_VENV)/.package $(TITAN_VENV)/.torchtitan ## train PyPI's torchtitan on simulated Ascend cards (2.6 GB of packages)
 	TT_TITAN_PYTHON=$(abspath $(TITAN_VENV))/bin/python OMP_NUM_THREADS=1 $(NPU_BIN)/python -m pytest tests/ascend/test_torchtitan.py $(ARGS)
 
-BENCHMARKS := collectives fsdp_step train_step bucket_cap memory host_cost planning checkpoint data_prepare
+BENCHMARKS := collectives fsdp_step train_step bucket_cap memory host_cost planning checkpoint data_prepare data
 
 bench: $(VENV)/.package $(VENV)/.bench ## compare with DDP, FSDP1, FSDP2 and Gloo (long; ARGS=--quick is a smoke test)
 	mkdir -p work/bench
@@ -161,6 +161,8 @@ lint: $(VENV)/.package $(VENV)/.lint ## ruff, mypy, clang-format
 
 # Random delays in every device operation and wait, chosen by the seed.
 SEEDS ?= 1 2 3
+# Of broken token files, for each seed; 100,000 take some five seconds.
+FUZZ_CASES ?= 400000
 sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread and address sanitizers (SEEDS="1 2 3")
 	for kind in thread address,undefined; do \
 	  build=build/sanitize-$${kind%,*}; \
@@ -172,6 +174,7 @@ sanitize: $(VENV)/.tools ## run the torch-free stress programs under the thread 
 	    for ranks in 1 2 3 4 7; do $$build/engine_stress $$ranks 40 $$seed; done; \
 	    for ranks in 2 4 7; do $$build/shm_stress $$ranks 100; done; \
 	    for ranks in 2 3; do $$build/lanes_stress $$ranks 40 $$seed; done; \
+	    if [ $$kind != thread ]; then $$build/data_fuzz $(FUZZ_CASES) $$seed; fi; \
 	  done; \
 	done
 

@@ -8,3 +8,4 @@ void bind_host(pybind11::module_& m);
 void bind_ascend(pybind11::module_& m);
 void bind_c10d(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
+void bind_data(pybind11::module_& m);

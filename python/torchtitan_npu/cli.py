@@ -136,14 +136,15 @@ def train_main(argv: Sequence[str] | None = None, prog: str = "train.py") -> int
         parser.error(
             "--world_size goes with --dry_run; torchrun's --nproc_per_node and --nnodes set the number of ranks"
         )
-    if args.data_dir is None and not args.dry_run:
-        parser.error(
-            "--data_dir is missing: name a file, a directory or a glob of prepared JSONL or .bin (see prepare_data.py)"
-        )
     try:
         config = load_config(args.config, overrides)
         if args.dry_run:
             return _dry_run(config, args.world_size, args.data_dir)
+        if args.data_dir is None and not config.data.mixture:
+            parser.error(
+                "--data_dir is missing: name a file, a directory or a glob of prepared JSONL (see prepare_data.py), or "
+                "several in data.mixture"
+            )
         return _train(config, RunArgs(data_dir=args.data_dir, checkpoint_dir=args.checkpoint_dir, log_dir=args.log_dir))
     except ConfigError as error:
         say(f"{error}\n")
@@ -171,7 +172,11 @@ def _train_parser(prog: str) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
-    parser.add_argument("--data_dir", metavar="PATH", help="a file, a directory or a glob of prepared JSONL or .bin")
+    parser.add_argument(
+        "--data_dir",
+        metavar="PATH",
+        help="a file, a directory or a glob of prepared JSONL or .bin; with data.mixture, the directory of its paths",
+    )
     parser.add_argument(
         "--checkpoint_dir", type=Path, default=Path("checkpoints"), metavar="DIR", help="default: %(default)s"
     )
@@ -229,18 +234,19 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
         except argparse.ArgumentTypeError as error:
             raise ConfigError("environment", [Problem("WORLD_SIZE", str(error))]) from error
     validate_world(config, world_size)
-    paths = {"--data_dir": data_dir, "validation.data_dir": config.validation.data_dir}
-    for name, path in paths.items():
-        if path is None:
-            continue
-        from torchtitan_npu.data.errors import DataError
-        from torchtitan_npu.data.standalone import token_files
+    from torchtitan_npu.data.errors import DataError
+    from torchtitan_npu.data.sources import training_sources
+    from torchtitan_npu.data.standalone import token_files
 
-        try:
-            token_files(path, name)
-        except DataError as error:
-            say(f"{error}\n")
-            return EXIT_USAGE
+    try:
+        if data_dir is not None or config.data.mixture:
+            for source in training_sources(config.data, data_dir):
+                token_files(source.path, source.key)
+        if config.validation.data_dir is not None:
+            token_files(config.validation.data_dir, "validation.data_dir")
+    except DataError as error:
+        say(f"{error}\n")
+        return EXIT_USAGE
     if not _reports():
         return 0
     from torchtitan_npu.launch import reset_logging, setup_logging

@@ -17,8 +17,8 @@ LINE = re.compile(r"validation after step (\d+): loss=(\d+\.\d{4}), perplexity=[
 
 @pytest.fixture
 def held_out(tmp_path: Path) -> Path:
-    """Eleven documents of 31 tokens: 340 tokens after the first, in 10 samples of 32 labels, less those that begin a
-    document (10 of 320)."""
+    """Eleven documents of 31 tokens: 340 tokens after the first, in 11 samples of 32 labels, less those that begin a
+    document (10 of 340)."""
     path = tmp_path / "held_out.jsonl"
     with open(path, "w") as file:
         for document in range(11):
@@ -38,7 +38,7 @@ def test_the_same_however_it_is_cut_and_without_effect_on_training(
     plain = make_workspace("plain")
     assert plain.train(ranks=2).returncode == 0
     runs = {
-        # Batches of 2 x 2 samples, so that the last one has two too many; 1 x 4; 2 x 3 with replicas
+        # Batches of 2 x 2 samples, so that the last one has one too many; 1 x 4; 2 x 3 with replicas
         "fsdp": (2, []),
         "one": (1, ["--training.batch_size", "4", "--training.gradient_accumulation_steps", "2"]),
     }
@@ -55,7 +55,7 @@ def test_the_same_however_it_is_cut_and_without_effect_on_training(
         assert [event.step for event in board.Scalars("validation/loss")] == [4, 6]
         if name == "fsdp":
             assert work.losses() == plain.losses()
-    assert [(step, labels) for step, _, labels in results["fsdp"]] == [(4, 310), (6, 310)]
+    assert [(step, labels) for step, _, labels in results["fsdp"]] == [(4, 330), (6, 330)]
     assert [loss for _, loss, _ in results["fsdp"]] == pytest.approx([loss for _, loss, _ in results["one"]], abs=2e-4)
     assert results["fsdp"][0][1] > results["fsdp"][1][1]
 

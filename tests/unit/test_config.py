@@ -157,7 +157,8 @@ def test_an_unknown_key_names_the_nearest_valid_one(key: str, nearest: str) -> N
 def test_an_unknown_key_without_a_near_one_lists_the_valid_ones(tmp_path: Path) -> None:
     found = problems(tmp_path, SMALL + "data:\n  xyzzy: 1\n")
     assert found == {
-        "data.xyzzy": "unknown key; valid in data: pack, append_eos, eos_id, document_mask, shuffle, num_workers"
+        "data.xyzzy": "unknown key; valid in data: pack, append_eos, eos_id, document_mask, shuffle, mixture,"
+        " num_workers"
         " (line 7)"
     }
 
@@ -322,7 +323,6 @@ def test_a_rule_is_not_checked_on_invalid_values(tmp_path: Path) -> None:
         ("parallel.cp_degree", 2),
         ("parallel.pp_degree", 2),
         ("parallel.ep_degree", 2),
-        ("data.num_workers", 1),
     ],
 )
 def test_what_is_not_built_is_refused(tmp_path: Path, key: str, value: object) -> None:

@@ -34,7 +34,7 @@ def test_documents_of_several_files_in_order(tmp_path: Path) -> None:
     for path in (tmp_path, f"{tmp_path}/*.jsonl", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]):
         data = open_dataset(path, 10)
         assert [data.read(i).tolist() for i in range(len(data))] == [[1, 2, 3], [], [4], [7], [8, 9]]
-        assert data.lengths().tolist() == [3, 0, 1, 1, 2]
+        assert data.lengths(0, 5).tolist() == [3, 0, 1, 1, 2] and data.lengths(1, 4).tolist() == [0, 1, 1]
         assert (data.num_documents, data.num_tokens, data.largest_id) == (5, 7, 9)
         assert data.where(4) == f"{tmp_path}/b.jsonl:2"
     assert data.read(0, 1, 2).tolist() == [2]
@@ -229,14 +229,14 @@ def test_a_failed_write_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest
 
 def test_a_file_that_grows_during_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "train.jsonl", [1, 2])
-    read = index_module.read_records
+    read = index_module.read_token_lines
 
     def growing(*args: object) -> object:
         yield from read(*args)  # type: ignore[arg-type]
         with path.open("ab") as file:
             file.write(GOOD)
 
-    monkeypatch.setattr(index_module, "read_records", growing)
+    monkeypatch.setattr(index_module, "read_token_lines", growing)
     with pytest.raises(DataError, match="changed while it was being converted"):
         build_index(path, 10)
     assert os.listdir(tmp_path) == ["train.jsonl"]

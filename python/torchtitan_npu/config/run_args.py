@@ -10,8 +10,8 @@ from pathlib import Path
 class RunArgs:
     """Where a run reads and writes."""
 
-    data_dir: str
-    """A file, a directory or a glob of prepared JSONL files."""
+    data_dir: str | None
+    """A file, a directory or a glob of prepared JSONL files; with ``data.mixture``, the directory of its paths."""
     checkpoint_dir: Path
     """Where checkpoints are written and looked for."""
     log_dir: Path

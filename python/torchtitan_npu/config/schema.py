@@ -197,6 +197,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixturePart:
+    """One item of ``data.mixture``: a corpus, and how many of the samples come from it."""
+
+    path: str
+    """A file, a directory or a glob of token files; relative to `--data_dir` where that is given."""
+    weight: PositiveFloat = 1.0
+    """The share of the samples is this divided by the sum over all items, whatever the corpora's sizes."""
+    name: str | None = None
+    """What the log calls it; null is the path."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The section ``data``: how documents become samples."""
 
@@ -209,9 +221,11 @@ class DataConfig:
     document_mask: bool = False
     """Keep attention inside a document when several share a sequence; false lets it reach back into earlier ones."""
     shuffle: bool = True
-    """Shuffle the documents, anew each epoch, by `training.seed`."""
-    num_workers: NonNegativeInt = 0
-    """Processes that load data ahead of the training loop; 0 loads in the training process."""
+    """Take the samples in random order, another one each epoch, by `training.seed`; false takes the files' order."""
+    mixture: tuple[MixturePart, ...] = ()
+    """Several corpora, each with its share of the samples and epochs of its own; `--data_dir` is where they lie."""
+    num_workers: NonNegativeInt = 1
+    """Threads that hold the batches of one more optimizer step ready; 0 reads a batch when it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)

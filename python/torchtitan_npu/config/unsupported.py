@@ -23,6 +23,5 @@ REFUSED: tuple[Unsupported, ...] = (
         Unsupported(f"parallel.{kind}_degree", "> 1", lambda degree: degree > 1, "set it to 1")
         for kind in ("cp", "pp", "ep")
     ),
-    Unsupported("data.num_workers", "> 0", lambda workers: workers > 0, "set it to 0"),
 )
 """These values are errors."""

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from torchtitan_npu.data.errors import DataError
     from torchtitan_npu.data.index import IndexInfo, build_index
     from torchtitan_npu.data.index_file import FileIndex
-    from torchtitan_npu.data.loader import IGNORE_INDEX, Batch, PackedLoader
+    from torchtitan_npu.data.loader import IGNORE_INDEX, Batch, Corpus, PackedLoader
     from torchtitan_npu.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "Corpus",
     "DataError",
     "FileIndex",
     "IndexInfo",
@@ -33,6 +34,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Batch": "loader",
+    "Corpus": "loader",
     "DataError": "errors",
     "FileIndex": "index_file",
     "IGNORE_INDEX": "loader",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_npu import _C
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.index import build_index, check_vocab, find_index, fingerprint
 from torchtitan_npu.data.index_file import FileIndex, StaleIndexError, map_offsets, map_tokens
@@ -46,9 +47,17 @@ class TokenDataset:
     def __len__(self) -> int:
         return self.num_documents
 
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """[num_documents] int64: tokens of each document, 0 allowed. A new array (8 bytes per document)."""
-        return np.concatenate([np.diff(offsets) for offsets in self._offsets])
+    def lengths(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """[stop - start] int64: tokens of each of these documents, 0 allowed."""
+        parts = []
+        for offsets, first in zip(self._offsets, self._first_document, strict=False):
+            local = offsets[max(start - first, 0) : max(stop - first + 1, 0)]
+            parts.append(np.diff(local))
+        return np.concatenate(parts)
+
+    def stream(self, eos_id: int | None) -> _C.TokenStream:
+        """All documents as one stream, each with ``eos_id`` behind it unless that is None."""
+        return _C.TokenStream(files=list(zip(self._tokens, self._offsets, strict=True)), eos_id=eos_id)
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """Tokens ``[start, stop)`` of a document, uint16 or uint32: a view of the mapped file, no copy."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.files import atomic_write
@@ -32,12 +33,11 @@ from torchtitan_npu.data.index_file import (
     read_idx_header,
     stat_source,
 )
-from torchtitan_npu.data.records import read_records
 from torchtitan_npu.data.standalone import check_tokenizers, is_standalone, open_standalone, token_files
+from torchtitan_npu.data.token_lines import read_token_lines
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_OFFSETS = 1 << 16
 _SCAN_TOKENS = 1 << 22
 _PROGRESS_SECONDS = 10.0
 
@@ -187,43 +187,34 @@ def _place(source: Path) -> tuple[Path, Path]:
 
 
 def _convert(source: Path, vocab_size: int, idx: BinaryIO, binary: BinaryIO) -> None:
-    """Streams: memory is one line and a few buffers, whatever the size of the file."""
+    """Streams: memory is a few times the longest line, whatever the size of the file."""
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     content, tokens_hash, offsets_hash = (content_hash() for _ in range(3))
     idx.write(b"\0" * IDX_HEADER_BYTES)
     binary.write(b"\0" * BIN_HEADER_BYTES)
-    documents = tokens = 0
+    documents = tokens = read_bytes = 0
     largest = -1
-    offsets = [0]
 
-    def flush() -> None:
-        data = np.asarray(offsets, "<i8").tobytes()
-        offsets_hash.update(data)
-        idx.write(data)
-        offsets.clear()
+    def write_ends(ends: npt.NDArray[np.int64]) -> None:
+        offsets_hash.update(ends.data)
+        idx.write(ends.data)
 
-    last_report = time.monotonic()
-    read_bytes = 0
-    with source.open("rb") as file:
+    write_ends(np.zeros(1, np.int64))
+    next_report = time.monotonic() + _PROGRESS_SECONDS
+    with source.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
-        for line, record in read_records(file, source, vocab_size):
-            content.update(line)
-            read_bytes += len(line)
-            if record is None:
-                continue
-            data = record.astype(dtype).tobytes()
-            tokens_hash.update(data)
-            binary.write(data)
-            documents += 1
-            tokens += record.size
-            largest = max(largest, int(record.max(initial=-1)))
-            offsets.append(tokens)
-            if len(offsets) >= _FLUSH_OFFSETS:
-                flush()
-            if time.monotonic() - last_report >= _PROGRESS_SECONDS:
-                last_report = time.monotonic()
+        for block in read_token_lines(file, source, vocab_size, dtype):
+            content.update(block.text)
+            tokens_hash.update(block.tokens.data)
+            binary.write(block.tokens.data)
+            write_ends(block.ends)
+            read_bytes += len(block.text)
+            documents += block.ends.size
+            tokens += block.tokens.size
+            largest = max(largest, block.largest_id)
+            if time.monotonic() >= next_report:
+                next_report = time.monotonic() + _PROGRESS_SECONDS
                 logger.info("%s: %.0f %% converted", source, 100 * read_bytes / max(before.st_size, 1))
-        flush()
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or read_bytes != after.st_size:
         raise DataError(f"{source}: changed while it was being converted; start again when its writer is done")

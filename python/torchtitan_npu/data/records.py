@@ -1,16 +1,15 @@
-"""One line of a JSONL token file: ``{"tokens": [...], "length": n}``, ``length`` optional."""
+"""One line of a JSONL token file: ``{"tokens": [...], "length": n}``, ``length`` optional.
+
+The verdict and the message for every line that the native reader (``token_lines``) does not take.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from torchtitan_npu.data.errors import DataError
 
 _SHOWN = 60
 
@@ -27,60 +26,18 @@ def parse_record(line: bytes, vocab_size: int) -> npt.NDArray[np.int64]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"not JSON: {error}: {_shorten(line)}") from error
+        raise RecordError(f"not JSON: {error}: {shorten(line)}") from error
     if not isinstance(record, dict):
-        raise RecordError(f'not an object with "tokens": {_shorten(line)}')
+        raise RecordError(f'not an object with "tokens": {shorten(line)}')
     tokens = record.get("tokens")
     if not isinstance(tokens, list):
         hint = '; it has "text": run prepare_data.py on it first' if "text" in record else ""
-        raise RecordError(f'no list "tokens"{hint}: {_shorten(line)}')
+        raise RecordError(f'no list "tokens"{hint}: {shorten(line)}')
     if "length" in record:
         length = record["length"]
         if isinstance(length, bool) or not isinstance(length, int) or length != len(tokens):
             raise RecordError(f'"length" is {json.dumps(length)[:_SHOWN]}, but there are {len(tokens)} tokens')
     return _token_array(tokens, line, vocab_size)
-
-
-def read_records(file: BinaryIO, source: Path, vocab_size: int) -> Iterator[tuple[bytes, npt.NDArray[np.int64] | None]]:
-    """Each line's bytes, with its tokens (None for the empty lines at the end of the file).
-
-    Record number i, from 0, stands on line i + 1: empty lines are allowed at the end only.
-
-    Errors: DataError, after the whole file has been read, that names the first bad record as file:line and counts the
-    bad ones. It comes last so that one run tells how much is wrong.
-    """
-    first_bad = ""
-    bad = records = number = 0
-    empty_since = 0  # number of the first of the empty lines just read, 0 if none
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            empty_since = empty_since or number
-            yield line, None
-            continue
-        records += 1
-        try:
-            if empty_since:
-                place, empty_since = empty_since, 0
-                raise RecordError("an empty line between records")
-            place = number
-            tokens = parse_record(line, vocab_size)
-        except RecordError as error:
-            bad += 1
-            reason = str(error)
-            if not line.endswith(b"\n") and reason.startswith("not JSON"):
-                reason = (
-                    f"the last line is cut off: {_shorten(line)}. Whatever wrote the file did not finish: write it "
-                    "again, or delete that line"
-                )
-            first_bad = first_bad or f"{source}:{place}: {reason}"
-            yield line, None
-            continue
-        yield line, tokens
-    if bad:
-        raise DataError(f"{first_bad} ({bad:,} of {records:,} records in this file are bad)")
-    if records == 0:
-        what = "the file is empty" if number == 0 else "the file holds only empty lines"
-        raise DataError(f'{source}: {what}; expected one {{"tokens": [...], "length": n}} per line (prepare_data.py)')
 
 
 def _token_array(tokens: list[Any], line: bytes, vocab_size: int) -> npt.NDArray[np.int64]:
@@ -119,6 +76,6 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
-def _shorten(line: bytes) -> str:
+def shorten(line: bytes) -> str:
     text = line.strip().decode("utf-8", errors="replace")
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

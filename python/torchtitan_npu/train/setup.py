@@ -7,7 +7,8 @@ import logging
 import torch
 
 from torchtitan_npu.config import Config, Degrees, RunArgs
-from torchtitan_npu.data import DataError, PackedLoader, TokenDataset, open_dataset
+from torchtitan_npu.data import Corpus, DataError, PackedLoader, open_dataset
+from torchtitan_npu.data.sources import Source, training_sources
 from torchtitan_npu.launch import Environment, gather_texts, together
 from torchtitan_npu.launch.simulated import is_simulated
 from torchtitan_npu.planning import MemoryEstimate
@@ -19,43 +20,50 @@ logger = logging.getLogger(__name__)
 
 
 def open_loader(cfg: Config, args: RunArgs, env: Environment, degrees: Degrees) -> PackedLoader:
-    """The loader of ``--data_dir``. Collective; see :func:`_open`."""
-    return _open(cfg, env, degrees, args.data_dir, "--data_dir", shuffle=cfg.data.shuffle)
+    """The loader of ``--data_dir`` or ``data.mixture``, which reads ahead. Collective; see :func:`_open`."""
+    sources = together(lambda: training_sources(cfg.data, args.data_dir))
+    return _open(cfg, env, degrees, sources, shuffle=cfg.data.shuffle, num_workers=cfg.data.num_workers)
 
 
 def open_validation_loader(cfg: Config, env: Environment, degrees: Degrees) -> PackedLoader | None:
     """The loader of the held-out data, in the order of the file, if there are any. Collective; see :func:`_open`."""
     if cfg.validation.interval == 0 or cfg.validation.data_dir is None:
         return None
-    return _open(cfg, env, degrees, cfg.validation.data_dir, "validation.data_dir", shuffle=False)
+    held_out = Source(cfg.validation.data_dir, 1.0, "the held-out data", "validation.data_dir")
+    return _open(cfg, env, degrees, [held_out], shuffle=False, num_workers=0)
 
 
-def _open(cfg: Config, env: Environment, degrees: Degrees, data_dir: str, name: str, *, shuffle: bool) -> PackedLoader:
+def _open(
+    cfg: Config, env: Environment, degrees: Degrees, sources: list[Source], *, shuffle: bool, num_workers: int
+) -> PackedLoader:
     """Open the data, which local rank 0 of each machine converts first, and check that all ranks see the same.
 
     Raises:
         DataError: the data cannot be used, or differs between ranks.
     """
 
-    def build() -> TokenDataset | None:
-        return open_dataset(data_dir, cfg.model.vocab_size, name=name) if env.local_rank == 0 else None
+    def open_all(*, build: bool) -> list[Corpus]:
+        vocab_size = cfg.model.vocab_size
+        return [
+            Corpus(open_dataset(source.path, vocab_size, name=source.key, build=build), source.weight, source.name)
+            for source in sources
+        ]
 
-    def find(built: TokenDataset | None) -> TokenDataset:
-        return built or open_dataset(data_dir, cfg.model.vocab_size, name=name, build=False)
-
-    built = together(build)
-    dataset = together(lambda: find(built))
-    fingerprints = gather_texts(dataset.fingerprint)
-    different = [rank for rank, text in enumerate(fingerprints) if text != fingerprints[0]]
-    if different:
-        raise DataError(
-            f"{name} {data_dir} holds other data on ranks {different} than on rank 0; give every machine the same files"
-        )
+    built = together(lambda: open_all(build=True) if env.local_rank == 0 else None)
+    corpora = together(lambda: built or open_all(build=False))
+    fingerprints = [text.split() for text in gather_texts(" ".join(c.dataset.fingerprint for c in corpora))]
+    for number, source in enumerate(sources):
+        different = [rank for rank, texts in enumerate(fingerprints) if texts[number] != fingerprints[0][number]]
+        if different:
+            raise DataError(
+                f"{source.key}: {source.path} holds other data on ranks {different} than on rank 0; give every machine "
+                "the same files"
+            )
 
     def build_loader() -> PackedLoader:
         try:
             return PackedLoader(
-                dataset,
+                corpora,
                 batch_size=cfg.training.batch_size,
                 seq_len=cfg.training.seq_len,
                 dp_rank=degrees.dp_rank(env.rank),
@@ -65,6 +73,8 @@ def _open(cfg: Config, env: Environment, degrees: Degrees, data_dir: str, name: 
                 pack=cfg.data.pack,
                 append_eos=cfg.data.append_eos,
                 eos_id=cfg.data.eos_id,
+                num_workers=num_workers,
+                ahead=cfg.training.gradient_accumulation_steps,
             )
         except DataError:
             raise

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import time
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -122,7 +123,7 @@ class Trainer:
         """
         if self.finished:
             return 0
-        with self._signals, self._display, self._profiling.around_steps():
+        with self._signals, self._display, closing(self.loader), self._profiling.around_steps():
             self._run_steps()
         self._log_end()
         return self.checkpoints.exit_status()
