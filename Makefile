@@ -10,7 +10,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 # Processes that run tests; one worker runs all tests of a file. 0: the tests run one by one, in pytest's own process.
 WORKERS ?= 2
-IN_PARALLEL = -n $(WORKERS) --dist loadfile
+# In the order of testpaths; by itself xdist takes files with many tests first, which are the quick ones.
+IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Extra arguments of `make train`, `make test` and `make bench`, for example: make test ARGS="-k schedule"
 ARGS ?=
 

@@ -16,6 +16,11 @@ import pytest
 from simulated import HERE, ROOT, Run, find_simulator, simulator_environment
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: no worker is then left with it when the others are done."""
+    items.sort(key=lambda item: item.path.name != "test_train.py")
+
+
 @pytest.fixture(scope="session")
 def simulator() -> Path:
     return find_simulator()
