@@ -142,8 +142,8 @@ def train_main(argv: Sequence[str] | None = None, prog: str = "train.py") -> int
             return _dry_run(config, args.world_size, args.data_dir)
         if args.data_dir is None and not config.data.mixture:
             parser.error(
-                "--data_dir is missing: name a file, a directory or a glob of prepared JSONL (see prepare_data.py), or "
-                "several in data.mixture"
+                "--data_dir is missing: name a file, a directory or a glob of prepared JSONL or .bin (see "
+                "prepare_data.py), or several in data.mixture"
             )
         return _train(config, RunArgs(data_dir=args.data_dir, checkpoint_dir=args.checkpoint_dir, log_dir=args.log_dir))
     except ConfigError as error:

@@ -69,7 +69,7 @@ class StoredMomentsAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        index = 0
+        index, number = 0, -1
         for group in self.param_groups:
             for parameter in group["params"]:
                 index += 1
@@ -77,15 +77,18 @@ class StoredMomentsAdamW(torch.optim.AdamW):
                     continue
                 state = self.state.get(parameter) or self.new_state(parameter)
                 self.state[parameter] = state
-                self._update(group, parameter, state, index)
+                if number < 0 and self.moments_dtype != torch.float32:
+                    number = int(state["step"])  # once: on a card it waits for the device
+                self._update(group, parameter, state, self._generator(parameter.device, number, index))
                 state["step"] += 1
         if self.on_host:
             # The stores are asynchronous; a checkpoint reads the moments on the host.
             torch.accelerator.synchronize()
         return loss
 
-    def _update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor], index: int) -> None:
-        generator = self._generator(parameter.device, int(state["step"]), index)
+    def _update(
+        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor], generator: torch.Generator | None
+    ) -> None:
         beta1, beta2 = group["betas"]
         for value, gradient, *stored in _chunks(parameter, parameter.grad, *(state[name] for name in MOMENTS)):
             moments = [moment.to(value.device, torch.float32, non_blocking=True) for moment in stored]
