@@ -126,7 +126,7 @@ $(NPU_VENV)/.package: dist/.built $(NPU_VENV)/.torch
 
 SIMULATOR := build/simulator
 $(SIMULATOR)/.built: CMakeLists.txt $(shell find simulator -type f) $(NPU_VENV)/.torch
-	$(NPU_BIN)/cmake -S . -B $(SIMULATOR) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(NPU_BIN))/ninja -DTT_SIMULATOR=ON \
+	$(NPU_BIN)/cmake -S . -B $(SIMULATOR) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(NPU_BIN))/ninja -DTT_SIMULATOR=ON -DTT_UNITY=ON \
 	  -DPython_EXECUTABLE=$(abspath $(NPU_BIN))/python
 	$(NPU_BIN)/cmake --build $(SIMULATOR)
 	touch $@

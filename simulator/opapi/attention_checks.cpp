@@ -12,14 +12,14 @@ constexpr int64_t kPseRows = 1024;  // the last rows of a longer pse that is the
 
 using Named = std::pair<const char*, const at::Tensor*>;
 
-void require(const Named& argument) {
+void check_given(const Named& argument) {
   if (!argument.second->defined()) {
     throw NullArgument(std::string(argument.first) + " is null; it is required");
   }
 }
 
 void check_like(const Named& argument, at::ScalarType type, at::IntArrayRef shape) {
-  require(argument);
+  check_given(argument);
   const at::Tensor& tensor = *argument.second;
   if (tensor.scalar_type() != type) {
     reject(std::string("the type of ") + argument.first + " is " + c10::toString(tensor.scalar_type()),
@@ -130,8 +130,8 @@ void check_rope(const AttentionInputs& inputs, const AttentionGeometry& geometry
   if (!inputs.query_rope.defined() && !inputs.key_rope.defined()) {
     return;
   }
-  require({"queryRope", &inputs.query_rope});
-  require({"keyRope", &inputs.key_rope});
+  check_given({"queryRope", &inputs.query_rope});
+  check_given({"keyRope", &inputs.key_rope});
   const int64_t width = inputs.query_rope.size(-1);
   check_like({"queryRope", &inputs.query_rope}, inputs.query.scalar_type(),
              {inputs.query.size(0), geometry.heads, width});
