@@ -1,4 +1,4 @@
-"""From a JSONL of tokens to batches: ours beside Python's json, Hugging Face datasets and torch's DataLoader.
+"""From a JSONL of tokens to batches: ours beside json, Hugging Face datasets, and the loaders of torch and torchdata.
 
     python benchmarks/data.py --csv data.csv --png data.png
     python benchmarks/data.py --rounds 9 --directory /mnt/disk
@@ -120,7 +120,12 @@ def indexing(directory: Path, rounds: int, documents: int) -> list[Row]:
 
 
 def fetch(directory: Path, rounds: int, batches: int) -> list[Row]:
+    """The same batches, cut where they are asked for, by a thread ahead, and by a process ahead in two loaders.
+
+    torchdata's StatefulDataLoader is a DataLoader that can say where it is, after every batch.
+    """
     import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     from torchtitan_npu.data import PackedLoader, open_dataset
 
@@ -140,14 +145,16 @@ def fetch(directory: Path, rounds: int, batches: int) -> list[Row]:
     def rate(name: str) -> float:
         source: Any = {"inline": plain, "1 thread": ahead}.get(name)
         if source is None:
-            source = iter(torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1, prefetch_factor=8))
+            loader: Any = {"DataLoader": torch.utils.data.DataLoader, "StatefulDataLoader": StatefulDataLoader}
+            source = iter(loader[name.partition(",")[0]](Batches(), batch_size=None, num_workers=1, prefetch_factor=8))
         next(source)
         start = time.perf_counter()
         for _ in range(batches - 1):
             next(source)
         return (batches - 1) * BATCH_SIZE * SEQ_LEN / (time.perf_counter() - start) / 1e6
 
-    names = {"inline": "", "1 thread": "inline", "DataLoader, 1 process": "inline"}
+    names = {"inline": "", "1 thread": "inline"}
+    names |= {f"{loader}, 1 process": "1 thread" for loader in ("DataLoader", "StatefulDataLoader")}
     rates: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
@@ -325,7 +332,7 @@ def main() -> None:
     if args.csv:
         write_csv(args.csv, rows)
     if args.png:
-        drawn = [r for r in rows if r["unit"].startswith("M tokens") and r["base"] in ("", "json.loads", "inline")]
+        drawn = [r for r in rows if r["unit"].startswith("M tokens") and r["base"] != "datasets"]
         write_png(
             args.png,
             "Tokens from disk to batches",

@@ -1,4 +1,4 @@
-// One binder per area; module.cpp calls them.
+// One binder per area of _C; module.cpp calls them. data_module.cpp is a module of its own.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,4 +8,3 @@ void bind_host(pybind11::module_& m);
 void bind_ascend(pybind11::module_& m);
 void bind_c10d(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
-void bind_data(pybind11::module_& m);

@@ -31,5 +31,4 @@ PYBIND11_MODULE(_C, m) {
   bind_ascend(m);
   bind_c10d(m);
   bind_engine(m);
-  bind_data(m);
 }

@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,51 @@ def test_data_file_is_torn(make_workspace: Callable[..., Workspace], capfd: pyte
     work = make_workspace("torn")
     work.data.write_bytes(work.data.read_bytes()[:-7])
     assert f"{work.data}:120" in _fails(work, capfd)
+
+
+def mark(jsonl: Path, tokenizer: str, vocab_size: int = 61) -> None:
+    """What prepare writes beside a JSONL."""
+    values = {
+        "name": tokenizer,
+        "fingerprint": tokenizer,
+        "vocab_size": vocab_size,
+        "jsonl_bytes": jsonl.stat().st_size,
+    }
+    jsonl.with_name(jsonl.name + ".tokenizer").write_text(json.dumps(values))
+
+
+def test_data_of_different_tokenizers(
+    make_workspace: Callable[..., Workspace], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one directory, in the corpora of a mixture, in training and held-out data; and ids that the model has not."""
+    work = make_workspace("tokenizers")
+    folder = work.data.parent
+    other = folder / "held" / "out.jsonl"
+    other.parent.mkdir()
+    other.write_bytes(work.data.read_bytes())
+    mark(work.data, "one")
+    mark(other, "two")
+    both = f"{work.data} was prepared with one, {other} with two"
+    held_out = ["--validation.interval", "2", "--validation.data_dir", str(other)]
+    message = _fails(work, capfd, *held_out)
+    assert f"--data_dir and validation.data_dir: files of different tokenizers: {both}" in message
+    single, work.data = work.data, f"{folder}/**/*.jsonl"  # type: ignore[assignment]
+    assert f"--data_dir: files of different tokenizers: {both}" in _fails(work, capfd)
+    work.data = folder
+    mixture = "data: {mixture: [{path: data.jsonl}, {path: held}]}\n"
+    plain = work.config.read_text()
+    work.config.write_text(plain + mixture)
+    assert f"data.mixture: files of different tokenizers: {both}" in _fails(work, capfd)
+    work.config.write_text(plain)
+    work.data = single
+    mark(work.data, "one", vocab_size=62)
+    message = _fails(work, capfd)
+    assert f"{work.data} was prepared with one, whose ids go up to 61, but model.vocab_size = 61" in message
+    assert (
+        f"Set model.vocab_size to 62 or more, or prepare the data with the model's tokenizer; or remove {work.data}"
+        in (message)
+    )
+    assert not (work.logs / "metrics.jsonl").exists()
 
 
 def test_checkpoint_directory_cannot_be_written(

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "base/error.h"
 #include "data/permutation.h"
 #include "data/token_lines.h"
+#include "data/token_rows.h"
 #include "data/token_stream.h"
 
 namespace {
@@ -100,6 +102,28 @@ void lines(Random& random, std::uint64_t number) {
   require(largest == parsed.largest_id && largest < vocab_size, "a wrong largest id", number);
 }
 
+// Rows as they are written, into exactly as much memory as they take, are what the reader takes.
+template <typename Token>
+void rows(Random& random, std::uint64_t number) {
+  std::vector<Token> tokens;
+  std::vector<std::int64_t> lengths;
+  std::string expected;
+  for (std::int64_t documents = between(random, 0, 4); documents > 0; --documents) {
+    lengths.push_back(between(random, 1, 12));
+    expected += "{\"tokens\":[";
+    for (std::int64_t i = 0; i < lengths.back(); ++i) {
+      tokens.push_back(static_cast<Token>(random() >> between(random, 0, 63)));
+      expected += (i > 0 ? "," : "") + std::to_string(tokens.back());
+    }
+    expected += "],\"length\":" + std::to_string(lengths.back()) + "}\n";
+  }
+  const std::span<const Token> ids = tokens;
+  require(tt::data::rows_bytes(ids, lengths) == expected.size(), "rows of another size", number);
+  const std::unique_ptr<char[]> exact(new char[expected.size()]);
+  tt::data::write_rows(ids, lengths, exact.get());
+  require(std::string_view(exact.get(), expected.size()) == expected, "other rows", number);
+}
+
 void samples(Random& random, std::uint64_t number) {
   struct Held {
     std::vector<std::uint16_t> tokens;
@@ -167,6 +191,8 @@ int main(int argc, char** argv) {
     Random random(seed * 1'000'003 + number);  // a case can be repeated alone
     lines<std::uint16_t>(random, number);
     lines<std::uint32_t>(random, number);
+    rows<std::uint16_t>(random, number);
+    rows<std::uint32_t>(random, number);
     samples(random, number);
     if (number % 16 == 0) order(random, number);
   }

@@ -73,10 +73,11 @@ if __name__ == "__main__":
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL, status
-        # Nothing half-written under a final name, and of the two of a pair never the .idx alone.
+        # Nothing half-written under a final name, never the .idx without its .bin, never a JSONL without its mark.
         finals = contents()
         assert all(expected[name] == data for name, data in finals.items()), (kill_at, list(finals))
         assert "out.idx" not in finals or "out.bin" in finals
+        assert "out.jsonl" not in finals or "out.jsonl.tokenizer" in finals
         assert run(0) == 0
         assert contents() == expected, kill_at
     sys.stdout.write(f"{kill_at - 1}\n")

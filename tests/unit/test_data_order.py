@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_npu import _C
+from torchtitan_npu import _data
 from torchtitan_npu.data import IGNORE_INDEX, Batch, Corpus, DataError, FileIndex, PackedLoader, TokenDataset
 from torchtitan_npu.data import dataset as dataset_module
 from torchtitan_npu.data.mixture import Mixture
@@ -176,7 +176,7 @@ def test_every_document_once_an_epoch_where_each_has_a_row(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 64, 65, 1000, 4097])
 def test_permutation_is_one(size: int) -> None:
-    permutation = _C.Permutation(size=size, seed=3, stream=4)
+    permutation = _data.Permutation(size=size, seed=3, stream=4)
     assert sorted(map(permutation.at, range(size))) == list(range(size))
     for index in (-1, size):
         with pytest.raises(ValueError, match=f"index {index} of a permutation of {size}"):
@@ -184,11 +184,11 @@ def test_permutation_is_one(size: int) -> None:
 
 
 def test_permutations_of_huge_corpora() -> None:
-    permutation = _C.Permutation(size=2**62 + 1, seed=0, stream=0)
+    permutation = _data.Permutation(size=2**62 + 1, seed=0, stream=0)
     values = [permutation.at(index) for index in range(1000)]
     assert len(set(values)) == 1000 and min(values) >= 0 and max(values) <= 2**62
     with pytest.raises(ValueError, match="at least 1"):
-        _C.Permutation(size=0, seed=0, stream=0)
+        _data.Permutation(size=0, seed=0, stream=0)
 
 
 @pytest.mark.parametrize("size", [3, 10, 100])
@@ -196,7 +196,7 @@ def test_permutations_are_evenly_random(size: int) -> None:
     """Where index 0 and a later one go over 4,000 epochs: chi-square below its mean + 6 standard deviations."""
     for index in (0, size // 2):
         counts = np.bincount(
-            [_C.Permutation(size=size, seed=11, stream=2 * epoch).at(index) for epoch in range(4000)], minlength=size
+            [_data.Permutation(size=size, seed=11, stream=2 * epoch).at(index) for epoch in range(4000)], minlength=size
         )
         expected = 4000 / size
         chi_square = float(((counts - expected) ** 2 / expected).sum())
@@ -264,7 +264,7 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
 def test_a_damaged_index_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     data = in_memory(numbered([[4, 4, 4]]), monkeypatch)
     data._offsets[0][1] = 2**40
-    with pytest.raises(_C.Error, match="the index is damaged: document 0"):
+    with pytest.raises(_data.Error, match="the index is damaged: document 0"):
         next(PackedLoader(data, batch_size=1, seq_len=3, shuffle=False))
     data._offsets[0][3] = 13
     with pytest.raises(ValueError, match="3 documents do not span 12 tokens"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -242,22 +241,16 @@ def test_a_file_that_grows_during_the_conversion(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == ["train.jsonl"]
 
 
-def test_other_ranks_wait_for_the_builder(tmp_path: Path) -> None:
+def test_other_ranks_need_the_builder(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", [1, 2])
     with pytest.raises(DataError, match="no valid index.*Local rank 0 builds it"):
         open_dataset(path, 10, build=False)
-    opened: list[list[int]] = []
-
-    def wait() -> None:
-        opened.append(open_dataset(path, 10, build=False, wait_for_index_seconds=60).read(0).tolist())
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    time.sleep(0.1)
-    assert not opened
-    build_index(path, 10)
-    waiting.join(60)
-    assert opened == [[1, 2]]
+    reports: list[str] = []
+    build_index(path, 10, report=reports.append)
+    assert open_dataset(path, 10, build=False).read(0).tolist() == [1, 2]
+    os.utime(path, ns=(1, 1))
+    build_index(path, 10, report=reports.append)
+    assert reports == ["train.jsonl: 0 of 0 MiB", "train.jsonl: 0 MiB compared"]
 
 
 def test_builders_at_the_same_time(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import re
@@ -88,13 +89,14 @@ def test_console_script() -> None:
 def test_type_information_is_installed() -> None:
     assert (PACKAGE / "py.typed").is_file()
     assert (PACKAGE / "_C.pyi").is_file()
+    assert (PACKAGE / "_data.pyi").is_file()
 
 
 Signatures = dict[str, dict[str, "list[str] | None"]]
 """Per class ("" is the module): each public member; of functions, the names of the arguments."""
 
 
-def signatures_of_stub() -> Signatures:
+def signatures_of_stub(name: str) -> Signatures:
     def members(body: list[ast.stmt]) -> dict[str, list[str] | None]:
         found: dict[str, list[str] | None] = {}
         for node in body:
@@ -108,14 +110,14 @@ def signatures_of_stub() -> Signatures:
                 found[node.name] = None if is_property else names
         return {name: arguments for name, arguments in found.items() if not name.startswith("_")}
 
-    module = ast.parse((PACKAGE / "_C.pyi").read_text(encoding="utf-8"))
+    module = ast.parse((PACKAGE / f"{name}.pyi").read_text(encoding="utf-8"))
     classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
     return {"": members(module.body)} | {node.name: members(node.body) for node in classes}
 
 
-def signatures_of_core() -> Signatures:
+def signatures_of_module(name: str) -> Signatures:
     """From the first line of pybind11's docstrings: ``name(self: Type, first: int, second: bool = True) -> None``."""
-    from torchtitan_npu import _C
+    module = importlib.import_module(f"torchtitan_npu.{name}")
 
     def members(owner: object) -> dict[str, list[str] | None]:
         found: dict[str, list[str] | None] = {}
@@ -128,17 +130,40 @@ def signatures_of_core() -> Signatures:
                 found[name] = names if names is None else [n for n in names if n != "self"]
         return found
 
-    classes = {name: value for name, value in vars(_C).items() if isinstance(value, type)}
-    return {"": members(_C)} | {name: members(value) for name, value in classes.items()}
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    return {"": members(module)} | {name: members(value) for name, value in classes.items()}
 
 
-def test_stub_says_what_the_core_has() -> None:
-    core, stub = signatures_of_core(), signatures_of_stub()
-    assert core["Engine"]["hook_outputs"] == ["unit", "outputs"]
-    assert core["HostDevice"]["available_isas"] == []
-    assert set(stub) == set(core)
-    for name in core:
-        assert stub[name] == core[name], name
+@pytest.mark.parametrize("module", ["_C", "_data"])
+def test_stub_says_what_the_module_has(module: str) -> None:
+    native, stub = signatures_of_module(module), signatures_of_stub(module)
+    if module == "_C":
+        assert native["Engine"]["hook_outputs"] == ["unit", "outputs"]
+        assert native["HostDevice"]["available_isas"] == []
+    else:
+        assert native[""]["jsonl_rows"] == ["tokens", "lengths"]
+    assert set(stub) == set(native)
+    for name in native:
+        assert stub[name] == native[name], name
+
+
+def test_preparing_and_indexing_need_no_torch(tmp_path: Path) -> None:
+    """None in sys.modules makes the import of that name fail."""
+    (tmp_path / "in.txt").write_text("hello\n")
+    out = run_python(
+        f"""
+import sys
+sys.modules["torch"] = None
+from torchtitan_npu.cli_prepare import main
+from torchtitan_npu.data import open_dataset
+for name in ("out.jsonl", "out.bin"):
+    out = {str(tmp_path)!r} + "/" + name
+    assert main(["--input", {str(tmp_path / "in.txt")!r}, "--output", out, "--tokenizer", "byte"]) == 0
+    print(open_dataset(out, 259).read(0).tolist())
+print([name for name in sys.modules if name.endswith("._C")])
+"""
+    )
+    assert out.split("\n")[:3] == ["[256, 104, 101, 108, 108, 111]"] * 2 + ["[]"]
 
 
 @pytest.mark.skipif(is_editable(), reason="editable installation: the files are the source tree's")
@@ -153,7 +178,7 @@ def test_wheel_contents() -> None:
     }
     package = {file for file in files if file.startswith("torchtitan_npu/")}
     cores = {file for file in package if file.endswith(".so")}
-    assert len(cores) == 1 and Path(cores.pop()).name.startswith("_C.")
+    assert sorted(Path(core).name.partition(".")[0] for core in cores) == ["_C", "_data"]
     wanted = {
         f"torchtitan_npu/{path.relative_to(SOURCES)}"
         for path in SOURCES.rglob("*")

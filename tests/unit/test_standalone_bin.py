@@ -139,22 +139,93 @@ def test_a_damaged_pair_is_named(tmp_path: Path, damage: str, message: str) -> N
         assert str(caught.value).startswith(f"{binary}: ")
 
 
-def test_files_of_different_tokenizers(tmp_path: Path) -> None:
+def words(folder: Path, *more: str) -> str:
+    """A tokenizer.json with the words a and ``more``."""
     tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    words.save(str(tmp_path / "words.json"))
+    vocab = {word: number for number, word in enumerate(("[UNK]", "a", *more))}
+    path = folder / f"words{len(more)}.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]")).save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(("first", "second"), [("a.bin", "d.bin"), ("a.jsonl", "d.bin"), ("a.jsonl", "d.jsonl")])
+def test_files_of_different_tokenizers(tmp_path: Path, first: str, second: str) -> None:
+    """A JSONL that prepare did not write, c, has no mark: it goes with any."""
     data = tmp_path / "data"
-    prepare(data, "a.bin", "a")
+    prepare(data, first, "a")
     prepare(data, "b.bin", "a")
-    rows = prepare(data, "c.jsonl", "a")
+    (data / "c.jsonl").write_text('{"tokens": [1]}\n')
     assert len(open_dataset(data, 259)) == 3
-    prepare(data, "d.bin", "a", tokenizer=str(tmp_path / "words.json"))
+    other = prepare(data, second, "a", tokenizer=words(tmp_path))
     for build in (True, False):
-        with pytest.raises(DataError) as caught:
-            open_dataset(data, 259, build=build)
-        message = str(caught.value)
-        assert f"{data}/a.bin was prepared with byte, {data}/d.bin with {tmp_path}/words.json" in message
-    assert len(open_dataset([rows, data / "d.bin"], 259)) == 2  # JSONL does not say
+        for path in (data, f"{data}/*"):
+            with pytest.raises(DataError) as caught:
+                open_dataset(path, 259, build=build)
+            message = str(caught.value)
+            assert f"{data}/{first} was prepared with byte, {other} with {tmp_path}/words0.json" in message
+            marked = first if first.endswith(".jsonl") else second
+            assert (f"remove {data}/{marked}.tokenizer if it is wrong" in message) == marked.endswith(".jsonl")
+    assert len(open_dataset([data / "c.jsonl", other], 259)) == 2
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.jsonl"])
+def test_tokenizers_with_one_name_are_told_apart(tmp_path: Path, name: str) -> None:
+    path = words(tmp_path)
+    prepare(tmp_path / "data", name, "a", tokenizer=path)
+    Path(words(tmp_path, "b")).replace(path)
+    prepare(tmp_path / "data", "z.bin", "a", tokenizer=path)
+    with pytest.raises(
+        DataError, match=r"words0.json \(fingerprint \w{32}\), .* with .*words0.json \(fingerprint \w{32}\)"
+    ):
+        open_dataset(tmp_path / "data", 259)
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.jsonl"])
+def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path, name: str) -> None:
+    """The data's ids are below 258, so each is in the vocabulary; but PAD, 258, is not."""
+    path = prepare(tmp_path, name, "a", flags=("--eos",))
+    assert len(open_dataset(path, 259)) == 1
+    for build in (True, False):
+        with pytest.raises(
+            DataError, match=rf"{name} was prepared with byte, whose ids go up to 258, but model.vocab_s"
+        ):
+            open_dataset(path, 258, build=build)
+
+
+@pytest.mark.parametrize("change", ["longer", "not JSON", "not a mark", "no mark"])
+def test_a_mark_that_says_nothing(tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = prepare(tmp_path, "a.jsonl", "a")
+    mark = tmp_path / "a.jsonl.tokenizer"
+    values = json.loads(mark.read_text())
+    assert values == {
+        "name": "byte",
+        "fingerprint": ByteTokenizer.fingerprint,
+        "vocab_size": 259,
+        "jsonl_bytes": path.stat().st_size,
+    }
+    if change == "longer":
+        with path.open("a") as file:
+            file.write('{"tokens":[1]}\n')
+    elif change == "no mark":
+        mark.unlink()
+    else:
+        mark.write_text("{" if change == "not JSON" else json.dumps({**values, "vocab_size": "259"}))
+    with caplog.at_level(logging.INFO):
+        assert open_dataset(path, 259).files[0].tokenizer is None
+    assert (f"{mark}: ignored: " in caplog.text) == (change != "no mark")
+    with pytest.raises(DataError, match="a.jsonl.tokenizer says which tokenizer .*a.jsonl is of; name that one"):
+        mark.touch()
+        open_dataset(mark, 259)
+
+
+def test_a_mark_beside_the_file_that_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.jsonl").write_text("older")
+    (tmp_path / "link.jsonl").symlink_to("there/a.jsonl")
+    path = prepare(tmp_path, "link.jsonl", "a")
+    mark = open_dataset(path, 259).files[0].tokenizer
+    assert mark is not None and mark.name == "byte"
+    assert (tmp_path / "there" / "a.jsonl.tokenizer").is_file()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_npu import _C
+from torchtitan_npu import _data
 from torchtitan_npu.data import DataError
 from torchtitan_npu.data import token_lines as token_lines_module
 from torchtitan_npu.data.records import RecordError, parse_record
@@ -21,10 +21,10 @@ VOCAB = 1000
 PATH = Path("train.jsonl")
 
 
-def native(text: bytes, vocab_size: int = VOCAB, *, at_end: bool = True) -> tuple[_C.ParsedLines, list[list[int]]]:
+def native(text: bytes, vocab_size: int = VOCAB, *, at_end: bool = True) -> tuple[_data.ParsedLines, list[list[int]]]:
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    tokens, ends = np.empty(_C.most_tokens(len(text)), dtype), np.empty(_C.most_documents(len(text)), np.int64)
-    parsed = _C.parse_token_lines(text, at_end, vocab_size, tokens, ends, 0)
+    tokens, ends = np.empty(_data.most_tokens(len(text)), dtype), np.empty(_data.most_documents(len(text)), np.int64)
+    parsed = _data.parse_token_lines(text, at_end, vocab_size, tokens, ends, 0)
     starts = [0, *ends[: parsed.documents].tolist()]
     return parsed, [tokens[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
 
@@ -234,4 +234,4 @@ def test_arguments_of_the_native_reader() -> None:
         ((text, True, 10, np.empty(100, np.uint8), ends, 0), "tokens: must be one contiguous row of elements of 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            _C.parse_token_lines(*bad)  # type: ignore[arg-type]
+            _data.parse_token_lines(*bad)  # type: ignore[arg-type]

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_npu.data import token_rows
-from torchtitan_npu.data.token_rows import cut, frame, join_ids, jsonl_rows
+from torchtitan_npu._data import jsonl_rows
+from torchtitan_npu.data.token_rows import cut, frame, join_ids
 
 documents = st.lists(st.lists(st.integers(0, 300), max_size=12), max_size=12)
 
@@ -20,27 +20,45 @@ def split(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
     return [tokens[end - n : end].tolist() for end, n in zip(ends, lengths, strict=True)]
 
 
-@settings(deadline=None)  # the first of each width makes its table
-@given(st.lists(st.lists(st.integers(0, 300_000), min_size=1, max_size=9), min_size=1, max_size=9), st.booleans())
-def test_rows_are_what_json_writes(rows: list[list[int]], small: bool) -> None:
-    if small:
-        rows = [[i % 1000 for i in row] for row in rows]
-    expected = "".join(json.dumps({"tokens": r, "length": len(r)}, separators=(",", ":")) + "\n" for r in rows)
-    assert jsonl_rows(*join_ids(rows)) == expected.encode()
+ids = st.one_of(
+    st.integers(0, 12), st.sampled_from([10**n + d for n in range(1, 10) for d in (-1, 0)]), st.integers(0, 2**32 - 1)
+)
 
 
-def test_rows_across_the_blocks_in_which_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 4 tokens; documents begin at, before and after their edges, one spans three of them."""
-    rows = [[1, 2], [3, 4], [5] * 10, [6], [7, 8, 9]]
-    whole = jsonl_rows(*join_ids(rows))
-    monkeypatch.setattr(token_rows, "_TOKENS_AT_ONCE", 4)
-    assert jsonl_rows(*join_ids(rows)) == whole
-    assert [json.loads(line)["tokens"] for line in whole.splitlines()] == rows
+def json_rows(rows: list[list[int]]) -> bytes:
+    return "".join(json.dumps({"tokens": r, "length": len(r)}, separators=(",", ":")) + "\n" for r in rows).encode()
 
 
-def test_ids_that_have_no_room_are_refused() -> None:
-    with pytest.raises(ValueError, match="10000000: not supported"):
-        jsonl_rows(np.array([10**7], np.uint32), np.array([1]))
+@given(st.lists(st.lists(ids, min_size=1, max_size=9), max_size=9), st.booleans())
+def test_rows_are_what_json_writes(rows: list[list[int]], narrow: bool) -> None:
+    tokens, lengths = join_ids([[i % 2**16 for i in row] if narrow else row for row in rows])
+    tokens = tokens.astype(np.uint16 if narrow else np.uint32)
+    assert jsonl_rows(tokens, lengths) == json_rows(split(tokens, lengths))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_rows_of_every_id(dtype: type) -> None:
+    """All of 16 bits, in documents of 1 to 362 tokens (1 + 2 + … + 361 = 65,341); for 32 bits with strides."""
+    tokens = np.arange(1 << 16, dtype=np.uint32)
+    lengths = np.array([*range(1, 362), (1 << 16) - 65_341])
+    for factor in (1,) if dtype is np.uint16 else (1, 37, 65_537):
+        ids = (tokens * factor).astype(dtype)
+        assert jsonl_rows(ids, lengths) == json_rows(split(ids, lengths))
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    tokens = np.arange(5, dtype=np.uint16)
+    for lengths, message in (
+        ([5, 0], "of 0 tokens"),
+        ([6], "of 6 tokens, where 5"),
+        ([-1, 6], "-1"),
+        ([3], "the last 2 of 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jsonl_rows(tokens, np.array(lengths))
+    for bad in (tokens[::2], tokens.astype(np.uint8), tokens.reshape(1, 5)):
+        with pytest.raises(ValueError, match="tokens: must be one contiguous row"):
+            jsonl_rows(bad, np.array([3]))
 
 
 @given(documents, st.sampled_from([None, True, False]), st.sampled_from([None, True, False]))

@@ -22,6 +22,7 @@ from torchtitan_npu.data.index_file import (
 )
 from torchtitan_npu.data.token_rows import Lengths, Tokens
 from torchtitan_npu.data.tokenizer import Tokenizer
+from torchtitan_npu.data.tokenizer_mark import TokenizerMark
 
 _READ_BYTES = 1 << 20
 
@@ -92,7 +93,6 @@ class BinWriter:
     def finish(self, largest_id: int, tokenizer: Tokenizer) -> None:
         """Writes the headers, syncs, and closes the files."""
         written = self.sync()
-        name = os.path.abspath(tokenizer.name) if os.path.exists(tokenizer.name) else tokenizer.name
         header = {
             "version": FORMAT_VERSION,
             "source": None,
@@ -103,12 +103,7 @@ class BinWriter:
             "largest_id": largest_id,
             "tokens_digest": written.tokens_digest,
             "offsets_digest": written.offsets_digest,
-            # The end of a long path is what tells it apart; the header has room for 4 KiB.
-            "tokenizer": {
-                "name": name[-500:],
-                "fingerprint": tokenizer.fingerprint,
-                "vocab_size": tokenizer.vocab_size,
-            },
+            "tokenizer": TokenizerMark.of(tokenizer).to_json(),
         }
         self._binary.seek(0)
         self._binary.write(bin_header(str(header["digest"])))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_npu import _C
+from torchtitan_npu import _data
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.index import build_index, check_vocab, find_index, fingerprint
 from torchtitan_npu.data.index_file import FileIndex, StaleIndexError, map_offsets, map_tokens
-from torchtitan_npu.data.standalone import check_tokenizers, token_files
-
-logger = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.2
-_WAIT_REPORT_SECONDS = 30.0
+from torchtitan_npu.data.standalone import token_files
+from torchtitan_npu.data.tokenizer_mark import check_tokenizers
 
 
 class TokenDataset:
@@ -55,9 +49,9 @@ class TokenDataset:
             parts.append(np.diff(local))
         return np.concatenate(parts)
 
-    def stream(self, eos_id: int | None) -> _C.TokenStream:
+    def stream(self, eos_id: int | None) -> _data.TokenStream:
         """All documents as one stream, each with ``eos_id`` behind it unless that is None."""
-        return _C.TokenStream(files=list(zip(self._tokens, self._offsets, strict=True)), eos_id=eos_id)
+        return _data.TokenStream(files=list(zip(self._tokens, self._offsets, strict=True)), eos_id=eos_id)
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """Tokens ``[start, stop)`` of a document, uint16 or uint32: a view of the mapped file, no copy."""
@@ -81,12 +75,7 @@ class TokenDataset:
 
 
 def open_dataset(
-    path: str | Path | Sequence[str | Path],
-    vocab_size: int,
-    *,
-    name: str = "--data_dir",
-    build: bool = True,
-    wait_for_index_seconds: float = 0.0,
+    path: str | Path | Sequence[str | Path], vocab_size: int, *, name: str = "--data_dir", build: bool = True
 ) -> TokenDataset:
     """Opens token files, JSONL or binary.
 
@@ -94,35 +83,24 @@ def open_dataset(
         path: a file, a directory with ``*.jsonl`` and ``*.bin``, a glob, or a sequence of these.
         vocab_size: the model's; every id must be below it.
         name: how errors call ``path``.
-        build: convert what is not converted. Under several ranks only local rank 0 builds; the others pass False,
-            after a barrier or with ``wait_for_index_seconds``.
-        wait_for_index_seconds: with ``build=False``, how long to wait for another rank's conversion.
+        build: convert what is not converted. Under several ranks only local rank 0 builds (``build_index``); after
+            that, all pass False.
 
-    Errors: DataError, as ``build_index``; with ``build=False`` also when there is no valid index in time.
+    Errors: DataError, as ``build_index``; with ``build=False`` also when there is no valid index.
     """
     if build:
         return TokenDataset(build_index(path, vocab_size, name=name).files, vocab_size)
-    sources = token_files(path, name)
-    deadline = time.monotonic() + wait_for_index_seconds
-    files = [_wait_for_index(source, deadline) for source in sources]
+    files = [_indexed(source) for source in token_files(path, name)]
     check_vocab(files, vocab_size)
-    check_tokenizers(files, name)
+    check_tokenizers(files, name, vocab_size)
     return TokenDataset(files, vocab_size)
 
 
-def _wait_for_index(source: Path, deadline: float) -> FileIndex:
-    next_report = time.monotonic() + 1.0
-    while True:
-        try:
-            return find_index(source)
-        except StaleIndexError as error:
-            now = time.monotonic()
-            if now >= deadline:
-                raise DataError(
-                    f"{source}: no valid index ({error}). Local rank 0 builds it: see its log; or build it before the "
-                    "start with torchtitan_npu.data.build_index"
-                ) from error
-            if now >= next_report:
-                next_report = now + _WAIT_REPORT_SECONDS
-                logger.info("%s: waiting for local rank 0 to convert it (%.0f s left)", source, deadline - now)
-            time.sleep(_POLL_SECONDS)
+def _indexed(source: Path) -> FileIndex:
+    try:
+        return find_index(source)
+    except StaleIndexError as error:
+        raise DataError(
+            f"{source}: no valid index ({error}). Local rank 0 builds it: see its log; or build it before the start "
+            "with torchtitan_npu.data.build_index"
+        ) from error

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -33,8 +33,9 @@ from torchtitan_npu.data.index_file import (
     read_idx_header,
     stat_source,
 )
-from torchtitan_npu.data.standalone import check_tokenizers, is_standalone, open_standalone, token_files
+from torchtitan_npu.data.standalone import is_standalone, open_standalone, token_files
 from torchtitan_npu.data.token_lines import read_token_lines
+from torchtitan_npu.data.tokenizer_mark import check_tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,13 @@ def fingerprint(files: Sequence[FileIndex]) -> str:
     return hashlib.blake2b(f"{FORMAT_VERSION}:{digests}".encode(), digest_size=16).hexdigest()
 
 
-def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int, *, name: str = "--data_dir") -> IndexInfo:
+def build_index(
+    paths: str | Path | Sequence[str | Path],
+    vocab_size: int,
+    *,
+    name: str = "--data_dir",
+    report: Callable[[str], None] | None = None,
+) -> IndexInfo:
     """Converts what is not yet converted. Idempotent; safe to run from several processes at once.
 
     Run it on one rank per node before ``open_dataset(..., build=False)`` on all of them.
@@ -81,20 +88,21 @@ def build_index(paths: str | Path | Sequence[str | Path], vocab_size: int, *, na
         paths: a JSONL or .bin file, a directory with ``*.jsonl`` and ``*.bin``, a glob, or a sequence of these.
         vocab_size: ids are in ``[0, vocab_size)``; also decides the width on disk of files converted now.
         name: how errors call ``paths``.
+        report: is called often, with how far it is.
 
     Errors: DataError for a missing or empty file, bad records (the first as file:line, with their count), ids outside
-    the vocabulary, or a cache that can be written nowhere.
+    the vocabulary, files of different tokenizers, or a cache that can be written nowhere.
     """
     files: list[FileIndex] = []
     built = 0
     for source in token_files(paths, name):
-        found = _find(source)
+        found = _find(source, report)
         if found is None:
-            found = _build(source, vocab_size)
+            found = _build(source, vocab_size, report)
             built += 1
         files.append(found)
     check_vocab(files, vocab_size)
-    check_tokenizers(files, name)
+    check_tokenizers(files, name, vocab_size)
     return IndexInfo(tuple(files), built)
 
 
@@ -138,12 +146,12 @@ def check_vocab(files: Sequence[FileIndex], vocab_size: int) -> None:
         )
 
 
-def _find(source: Path) -> FileIndex | None:
+def _find(source: Path, report: Callable[[str], None] | None) -> FileIndex | None:
     if is_standalone(source):
         return open_standalone(source, verify=True)
     for idx_path, bin_path in index_locations(source):
         try:
-            return load_index(source, idx_path, bin_path, verify=True)
+            return load_index(source, idx_path, bin_path, verify=True, report=report)
         except StaleIndexError as error:
             if os.path.exists(idx_path):
                 logger.info("%s: %s", idx_path, error)
@@ -153,7 +161,7 @@ def _find(source: Path) -> FileIndex | None:
     return None
 
 
-def _build(source: Path, vocab_size: int) -> FileIndex:
+def _build(source: Path, vocab_size: int, report: Callable[[str], None] | None) -> FileIndex:
     if not 0 < vocab_size <= 2**32:
         raise DataError(f"model.vocab_size = {vocab_size}: must be in [1, 2^32]")
     idx_path, bin_path = _place(source)
@@ -161,7 +169,7 @@ def _build(source: Path, vocab_size: int) -> FileIndex:
     try:
         # The .bin is renamed first: an .idx under its final name always finds its .bin.
         with atomic_write(idx_path) as idx, atomic_write(bin_path) as binary:
-            _convert(source, vocab_size, idx, binary)
+            _convert(source, vocab_size, idx, binary, report)
         return load_index(source, idx_path, bin_path, verify=False)
     except OSError as error:
         raise DataError(
@@ -186,7 +194,9 @@ def _place(source: Path) -> tuple[Path, Path]:
     return cached
 
 
-def _convert(source: Path, vocab_size: int, idx: BinaryIO, binary: BinaryIO) -> None:
+def _convert(
+    source: Path, vocab_size: int, idx: BinaryIO, binary: BinaryIO, report: Callable[[str], None] | None
+) -> None:
     """Streams: memory is a few times the longest line, whatever the size of the file."""
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     content, tokens_hash, offsets_hash = (content_hash() for _ in range(3))
@@ -212,6 +222,8 @@ def _convert(source: Path, vocab_size: int, idx: BinaryIO, binary: BinaryIO) -> 
             documents += block.ends.size
             tokens += block.tokens.size
             largest = max(largest, block.largest_id)
+            if report is not None:
+                report(f"{source.name}: {read_bytes >> 20:,} of {before.st_size >> 20:,} MiB")
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _PROGRESS_SECONDS
                 logger.info("%s: %.0f %% converted", source, 100 * read_bytes / max(before.st_size, 1))

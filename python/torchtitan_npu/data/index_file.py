@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from torchtitan_npu.data.errors import DataError
+from torchtitan_npu.data.tokenizer_mark import TokenizerMark, read_mark
 
 BIN_HEADER_BYTES = 64
 IDX_HEADER_BYTES = 4096
@@ -40,19 +42,10 @@ _VERIFY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class TokenizerMark:
-    """The tokenizer that a binary file says it was prepared with."""
-
-    name: str
-    fingerprint: str
-    vocab_size: int
-
-
-@dataclass(frozen=True)
 class FileIndex:
     """One token file. ``digest``: XXH3-128 of the JSONL's bytes, hexadecimal; of a standalone .bin, of its parts.
 
-    ``source`` is what the user names: the JSONL, or the standalone .bin. ``tokenizer`` is known of a standalone .bin.
+    ``source`` is what the user names: the JSONL, or the standalone .bin. ``tokenizer``: None where it is not known.
     """
 
     source: Path
@@ -64,6 +57,10 @@ class FileIndex:
     largest_id: int
     digest: str
     tokenizer: TokenizerMark | None = None
+
+    @property
+    def is_standalone(self) -> bool:
+        return self.bin_path == self.source
 
 
 class StaleIndexError(Exception):
@@ -98,41 +95,64 @@ def index_locations(source: Path) -> list[tuple[Path, Path]]:
     return [(Path(stem + ".idx"), Path(stem + ".bin")) for stem in stems]
 
 
-def load_index(source: Path, idx_path: Path, bin_path: Path, *, verify: bool) -> FileIndex:
-    """Errors: StaleIndexError. ``verify``: also checks digests, and the content where only the mtime differs."""
+def load_index(
+    source: Path, idx_path: Path, bin_path: Path, *, verify: bool, report: Callable[[str], None] | None = None
+) -> FileIndex:
+    """Errors: StaleIndexError. ``verify``: also checks digests, and the content where only the mtime differs.
+
+    ``report`` is called often while the content is read, with how far that is.
+    """
     stat = stat_source(source)
     try:
         with idx_path.open("rb") as idx, bin_path.open("rb") as binary:
             header = read_idx_header(idx)
             if header.get("size") != stat.st_size:  # a standalone .idx has none
                 raise StaleIndexError("the JSONL has changed since the conversion")
-            if header["mtime_ns"] != stat.st_mtime_ns:
-                same = verify and _digest_of(source) == header["digest"]
+            if header.get("mtime_ns") != stat.st_mtime_ns:
+                same = verify and _digest_of(source, report) == header.get("digest")
                 raise StaleIndexError(
                     "the JSONL has another time, but the same content" if same else "the JSONL has changed",
                     touched=same,
                 )
-            dtype = check_parts(header, idx, binary, verify=verify)
+            return index_of(source, header, idx, binary, read_mark(source, stat.st_size), verify=verify)
     except OSError as error:
         raise StaleIndexError(f"no readable index: {error}") from error
-    return FileIndex(
-        source=source,
-        idx_path=idx_path,
-        bin_path=bin_path,
-        dtype=dtype,
-        documents=header["documents"],
-        tokens=header["tokens"],
-        largest_id=header["largest_id"],
-        digest=header["digest"],
-    )
 
 
-def check_parts(header: dict[str, Any], idx: BinaryIO, binary: BinaryIO, *, verify: bool) -> np.dtype[Any]:
-    """The dtype of the tokens. Errors: StaleIndexError when the two files are not whole, or not a pair.
+def index_of(
+    source: Path,
+    header: dict[str, Any],
+    idx: BinaryIO,
+    binary: BinaryIO,
+    tokenizer: TokenizerMark | None,
+    *,
+    verify: bool,
+) -> FileIndex:
+    """What the open files of a pair say. ``idx`` stands after its header, ``binary`` at its begin.
 
-    ``verify``: also compares digests. ``idx`` stands after its header, ``binary`` at its begin.
+    Errors: StaleIndexError when the two are not whole, or not a pair. ``verify``: also compares digests.
     """
-    dtype = np.dtype(header["dtype"])
+    try:
+        file = FileIndex(
+            source=source,
+            idx_path=Path(idx.name),
+            bin_path=Path(binary.name),
+            dtype=np.dtype(header["dtype"]),
+            documents=header["documents"],
+            tokens=header["tokens"],
+            largest_id=header["largest_id"],
+            digest=header["digest"],
+            tokenizer=tokenizer,
+        )
+        _check_parts(file.dtype, header, idx, binary, verify=verify)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StaleIndexError(f"the header of the .idx is not that of a token file: {error!r}") from error
+    return file
+
+
+def _check_parts(
+    dtype: np.dtype[Any], header: dict[str, Any], idx: BinaryIO, binary: BinaryIO, *, verify: bool
+) -> None:
     if os.fstat(idx.fileno()).st_size != IDX_HEADER_BYTES + 8 * (header["documents"] + 1):
         raise StaleIndexError("the .idx is not whole")
     magic = binary.read(BIN_HEADER_BYTES)
@@ -147,7 +167,6 @@ def check_parts(header: dict[str, Any], idx: BinaryIO, binary: BinaryIO, *, veri
     small = dtype.itemsize * header["tokens"] <= _VERIFY_BYTES
     if verify and small and _digest_of_rest(binary) != header["tokens_digest"]:
         raise StaleIndexError("the .bin is damaged")
-    return dtype
 
 
 def has_bin_magic(path: Path) -> bool:
@@ -194,21 +213,28 @@ def read_idx_header(idx: BinaryIO) -> dict[str, Any]:
     digest = hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
     if len(raw) != IDX_HEADER_BYTES or raw[:_PREFIX_BYTES] != _IDX_MAGIC + digest:
         raise StaleIndexError("the .idx is damaged, or not ours")
-    header: dict[str, Any] = json.loads(body)
-    if header["version"] != FORMAT_VERSION:
-        raise StaleIndexError(f"the .idx has format version {header['version']}, this release reads {FORMAT_VERSION}")
-    return header
+    try:
+        header = json.loads(body)
+    except ValueError as error:
+        raise StaleIndexError("the .idx is damaged, or not ours") from error
+    version = header.get("version") if isinstance(header, dict) else None
+    if version != FORMAT_VERSION:
+        raise StaleIndexError(f"the .idx has format version {version}, this release reads {FORMAT_VERSION}")
+    found: dict[str, Any] = header
+    return found
 
 
-def _digest_of(path: Path) -> str:
+def _digest_of(path: Path, report: Callable[[str], None] | None) -> str:
     with path.open("rb") as file:
-        return _digest_of_rest(file)
+        return _digest_of_rest(file, report)
 
 
-def _digest_of_rest(file: BinaryIO) -> str:
+def _digest_of_rest(file: BinaryIO, report: Callable[[str], None] | None = None) -> str:
     digest = content_hash()
     while block := file.read(1 << 20):
         digest.update(block)
+        if report is not None:
+            report(f"{os.path.basename(file.name)}: {file.tell() >> 20:,} MiB compared")
     return digest.hexdigest()
 
 

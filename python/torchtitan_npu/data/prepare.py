@@ -49,14 +49,14 @@ def prepare(
     output = Path(os.path.realpath(output))  # a symbolic link keeps pointing at its target, which is what is replaced
     files = targets(output, options.output_format)
     work = WorkDirectory(output)
-    found = find_inputs(inputs, input_format, [*files.values(), work.path])
+    found = find_inputs(inputs, input_format, [output, *files.values(), work.path])
     tokenizer = load_tokenizer(options.tokenizer)
     check_special_tokens(options, tokenizer)
     identity = _identity(found, options, tokenizer)
     try:
         with work:
-            state = work.load(identity)
-            if state is None or not state.finished or not work.holds(files):
+            state = work.load(identity, files)
+            if state is None or not state.finished:
                 state = _run(found, options, tokenizer, work, identity, state, num_proc)
             work.publish(files)
     except OSError as error:

@@ -26,7 +26,7 @@ from torchtitan_npu.data.prepare_read import Position
 logger = logging.getLogger(__name__)
 
 # Raised when an older journal could be misread, or the same command would write other bytes.
-_VERSION = 1
+_VERSION = 2
 _JOURNAL = "journal"
 
 
@@ -68,8 +68,11 @@ class WorkDirectory:
         assert self._lock is not None
         self._lock.close()
 
-    def load(self, identity: dict[str, Any]) -> State | None:
-        """Where to go on, or None to begin: nothing there, or of another command, with a message."""
+    def load(self, identity: dict[str, Any], targets: dict[str, Path]) -> State | None:
+        """Where to go on, or None to begin: nothing there, or of another command, with a message.
+
+        Of a finished run, each of its data is here, or under its final name already: ``publish`` is what is left to do.
+        """
         try:
             journal = json.loads((self.path / _JOURNAL).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -78,6 +81,8 @@ class WorkDirectory:
             self._start_anew("its journal is damaged")
             return None
         reason = _difference(journal, identity)
+        if not reason and journal["finished"] and not self._holds(targets):
+            reason = "what it wrote is gone"
         if reason:
             self._start_anew(reason)
             return None
@@ -103,10 +108,6 @@ class WorkDirectory:
         with atomic_write(self.path / _JOURNAL) as file:
             file.write(json.dumps(journal).encode())
 
-    def holds(self, targets: dict[str, Path]) -> bool:
-        """Whether each of the finished data is here, or under its final name already."""
-        return all((self.path / name).exists() or target.exists() for name, target in targets.items())
-
     def publish(self, targets: dict[str, Path]) -> None:
         """Renames the finished data to their final names; can be repeated after a stop in the middle."""
         for name, target in targets.items():
@@ -131,6 +132,9 @@ class WorkDirectory:
         self.discard()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.path)
+
+    def _holds(self, targets: dict[str, Path]) -> bool:
+        return all((self.path / name).exists() or target.exists() for name, target in targets.items())
 
     def _start_anew(self, reason: str) -> None:
         logger.info("%s is of an earlier run that cannot be continued: %s. Starting anew", self.path, reason)

@@ -1,4 +1,4 @@
-"""The two things that ``prepare`` writes: JSONL rows, or the binary form. Each can go on after a stop."""
+"""The two things that ``prepare`` writes: JSONL rows with a mark, or the binary form. Each can go on after a stop."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan_npu import _data
 from torchtitan_npu.data.bin_writer import BinWriter, Written, token_dtype
 from torchtitan_npu.data.errors import DataError
+from torchtitan_npu.data.files import atomic_write
 from torchtitan_npu.data.index_file import idx_of
 from torchtitan_npu.data.prepare_encode import Summary
-from torchtitan_npu.data.token_rows import Lengths, Tokens, jsonl_rows
+from torchtitan_npu.data.token_rows import Lengths, Tokens
 from torchtitan_npu.data.tokenizer import Tokenizer
+from torchtitan_npu.data.tokenizer_mark import mark_bytes, mark_path
 
 # What a worker process sends back of a chunk: JSONL rows, or tokens in their dtype on disk and the documents' lengths.
 Payload = bytes | tuple[Tokens, Lengths]
@@ -35,7 +38,7 @@ class Output(Protocol):
 def payload_of(tokens: Tokens, lengths: Lengths, output_format: str, vocab_size: int) -> Payload:
     """Documents in the form in which they are written."""
     if output_format == "jsonl":
-        return jsonl_rows(tokens, lengths)
+        return _data.jsonl_rows(tokens, lengths)
     return tokens.astype(token_dtype(vocab_size), copy=False), lengths
 
 
@@ -47,7 +50,8 @@ def targets(output: Path, output_format: str) -> dict[str, Path]:
     if output_format == "jsonl":
         if output.suffix == ".bin":
             raise DataError(f"--output {output}: with --format jsonl the name must not end in .bin")
-        found = {"rows": output}
+        # The mark first: the rows under their final name always find it. With older rows it says nothing (their size).
+        found = {"mark": mark_path(output), "rows": output}
     else:
         if output.suffix != ".bin":
             raise DataError(f"--output {output}: with --format bin the name must end in .bin (the .idx is beside it)")
@@ -64,12 +68,14 @@ def targets(output: Path, output_format: str) -> dict[str, Path]:
 def open_output(directory: Path, output_format: str, vocab_size: int, state: dict[str, Any] | None) -> Output:
     """``state``: what ``sync`` returned; go on there. Errors: DataError when the files do not hold that; OSError."""
     if output_format == "jsonl":
-        return _Rows(directory / "rows", state)
+        return _Rows(directory, state)
     return _Binary(directory, vocab_size, state)
 
 
 class _Rows:
-    def __init__(self, path: Path, state: dict[str, Any] | None) -> None:
+    def __init__(self, directory: Path, state: dict[str, Any] | None) -> None:
+        path = directory / "rows"
+        self._mark = directory / "mark"
         self._file = path.open("wb" if state is None else "r+b", buffering=1 << 20)
         if state is None:
             return
@@ -89,8 +95,10 @@ class _Rows:
         return {"bytes": self._file.tell()}
 
     def finish(self, summary: Summary, tokenizer: Tokenizer) -> None:
-        self.sync()
+        size = self.sync()["bytes"]
         self._file.close()
+        with atomic_write(self._mark) as file:
+            file.write(mark_bytes(tokenizer, size))
 
     def close(self) -> None:
         self._file.close()

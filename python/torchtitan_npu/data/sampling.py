@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_npu import _C
+from torchtitan_npu import _data
 from torchtitan_npu.data.dataset import TokenDataset
 from torchtitan_npu.data.errors import DataError
 
@@ -55,15 +55,15 @@ class _Cutter:
         self._stream = dataset.stream(eos_id)
         self._documents = dataset.num_documents
         self._seq_len, self._seed, self._shuffle, self._pad_id = seq_len, seed, shuffle, pad_id
-        self._order: tuple[int, int, _C.Permutation] = (-1, 0, _C.Permutation(size=1, seed=0, stream=0))
+        self._order: tuple[int, int, _data.Permutation] = (-1, 0, _data.Permutation(size=1, seed=0, stream=0))
 
-    def _epoch_order(self, epoch: int, samples: int) -> tuple[int, _C.Permutation]:
+    def _epoch_order(self, epoch: int, samples: int) -> tuple[int, _data.Permutation]:
         """(position at which the epoch begins, order of its samples)."""
         known = self._order  # read once: another thread may replace it
         if known[0] != epoch:
             # A stream number of its own for each use of the seed.
-            first = _C.Permutation(size=self._documents, seed=self._seed, stream=2 * epoch + 1).at(0)
-            order = _C.Permutation(size=samples, seed=self._seed, stream=2 * epoch)
+            first = _data.Permutation(size=self._documents, seed=self._seed, stream=2 * epoch + 1).at(0)
+            order = _data.Permutation(size=samples, seed=self._seed, stream=2 * epoch)
             known = (epoch, self._stream.start_of(first) % self._stream.size, order)
             self._order = known
         return known[1:]

@@ -14,12 +14,12 @@ from torchtitan_npu.data.files import expand_paths
 from torchtitan_npu.data.index_file import (
     FileIndex,
     StaleIndexError,
-    TokenizerMark,
-    check_parts,
     has_bin_magic,
     idx_of,
+    index_of,
     read_idx_header,
 )
+from torchtitan_npu.data.tokenizer_mark import MARK_SUFFIX, TokenizerMark
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def token_files(path: str | Path | Sequence[str | Path], name: str) -> list[Path]:
     """The JSONL and standalone .bin files that a file, a directory, a glob or a sequence of these stands for.
 
-    In directories and globs, caches of JSONL files and foreign .bin files are left out.
+    In directories and globs, caches and marks of JSONL files and foreign .bin files are left out.
 
     Args:
         name: how errors call ``path``.
@@ -39,6 +39,8 @@ def token_files(path: str | Path | Sequence[str | Path], name: str) -> list[Path
     for file in named & set(found):
         if file.suffix == ".idx":
             raise DataError(f"{name}: {file} is the index of {file.with_suffix('.bin')}; name that one")
+        if file.suffix == MARK_SUFFIX and file.with_suffix("").exists():
+            raise DataError(f"{name}: {file} says which tokenizer {file.with_suffix('')} is of; name that one")
         if is_standalone(file) and (source := file.with_suffix("")).is_file():
             raise DataError(f"{name}: {file} is the converted form of {source}; name that one")
     kept = [file for file in found if file in named or _counts(file)]
@@ -64,19 +66,9 @@ def open_standalone(path: Path, *, verify: bool) -> FileIndex:
     try:
         with idx_path.open("rb") as idx, path.open("rb") as binary:
             header = read_idx_header(idx)
-            dtype = check_parts(header, idx, binary, verify=verify)
             mark = header.get("tokenizer")
-            return FileIndex(
-                source=path,
-                idx_path=idx_path,
-                bin_path=path,
-                dtype=dtype,
-                documents=header["documents"],
-                tokens=header["tokens"],
-                largest_id=header["largest_id"],
-                digest=header["digest"],
-                tokenizer=None if mark is None else TokenizerMark(**mark),
-            )
+            tokenizer = None if mark is None else TokenizerMark.from_json(mark)
+            return index_of(path, header, idx, binary, tokenizer, verify=verify)
     except StaleIndexError as error:
         raise DataError(
             f"{path}: {error}; copy both {path.name} and {idx_path.name} again, or prepare it again"
@@ -86,33 +78,16 @@ def open_standalone(path: Path, *, verify: bool) -> FileIndex:
             f"{path}: {error.filename} cannot be read: {error.strerror}. A binary token file is a pair, "
             f"{path.name} and {idx_path.name} (prepare_data.py --format bin)"
         ) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{idx_path}: its header is not of a token file: {error!r}") from error
-
-
-def check_tokenizers(files: Sequence[FileIndex], name: str) -> None:
-    """Errors: DataError that names two files that were prepared with different tokenizers.
-
-    JSONL does not say what it was prepared with.
-    """
-    first: FileIndex | None = None
-    for file in files:
-        if file.tokenizer is None:
-            continue
-        first = first or file
-        assert first.tokenizer is not None
-        if file.tokenizer.fingerprint != first.tokenizer.fingerprint:
-            raise DataError(
-                f"{name}: files of different tokenizers: {first.source} was prepared with {first.tokenizer.name}, "
-                f"{file.source} with {file.tokenizer.name}; the same id means different text in them. Prepare them "
-                "with one tokenizer, or name only one of them"
-            )
+    except ValueError as error:
+        raise DataError(f"{idx_path}: the tokenizer in its header is not one: {error}; prepare it again") from error
 
 
 def _counts(file: Path) -> bool:
     """Whether a file that was found, not named, is data."""
     if file.suffix == ".idx":
         return not file.with_suffix(".bin").exists()
+    if file.suffix == MARK_SUFFIX:
+        return False
     if not is_standalone(file):
         return True
     if file.with_suffix("").is_file():

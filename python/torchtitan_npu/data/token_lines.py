@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_npu import _C
+from torchtitan_npu import _data
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.records import RecordError, parse_record, shorten
 
@@ -92,8 +92,8 @@ class _Reader:
     def _allocate(self, size: int) -> None:
         self._buffer = bytearray(size)
         self._text = memoryview(self._buffer)
-        self._tokens = np.empty(_C.most_tokens(size), self._dtype)
-        self._ends = np.empty(_C.most_documents(size), np.int64)
+        self._tokens = np.empty(_data.most_tokens(size), self._dtype)
+        self._ends = np.empty(_data.most_documents(size), np.int64)
 
     def _grow(self) -> None:
         """For a line that does not fit."""
@@ -111,7 +111,7 @@ class _Reader:
         at = understood = 0
         while at < filled:
             if not self._empty_since:  # a record behind an empty line is bad, however plain
-                parsed = _C.parse_token_lines(
+                parsed = _data.parse_token_lines(
                     self._text[at:filled], at_end, self._vocab_size, self._tokens, self._ends, self._tokens_so_far
                 )
                 if parsed.bytes:

@@ -1,9 +1,7 @@
-"""Runs of tokens, back to back, and the JSONL rows that stand for them; all in numpy, document by document nowhere."""
+"""Runs of tokens, back to back; all in numpy, document by document nowhere."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,72 +9,6 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[Any]
 Lengths = npt.NDArray[np.int64]
-
-_ROW_BEGIN = b'{"tokens":['
-# Arrays of this many tokens stay in the processor's cache.
-_TOKENS_AT_ONCE = 1 << 16
-_MARK = ord("\n")
-
-
-def jsonl_rows(tokens: Tokens, lengths: Lengths) -> bytes:
-    """One ``{"tokens":[…],"length":n}`` line per document.
-
-    Args:
-        tokens: [sum of lengths] unsigned, all documents back to back; ids below 10^7.
-        lengths: [documents] int64, each at least 1.
-    """
-    text = b"".join(_numbers(tokens, np.cumsum(lengths) - lengths))
-    parts = [b""] * (2 * len(lengths) + 1)
-    parts[1::2] = text.split(b"\n")[1:]
-    row_ends = _SHORT_ROW_ENDS if int(lengths.max()) < len(_SHORT_ROW_ENDS) else _RowEnds()
-    parts[2::2] = map(row_ends.__getitem__, lengths.tolist())
-    parts[0] = _ROW_BEGIN
-    parts[-1] = parts[-1].removesuffix(_ROW_BEGIN)
-    return b"".join(parts)
-
-
-def _numbers(tokens: Tokens, starts: Lengths) -> Iterator[bytearray]:
-    """The ids with a comma between them, and a newline before each document.
-
-    Each id becomes 4 or 8 bytes, padded with NUL, which is then deleted. What is between two ids stands before the
-    second: so documents are told apart by where they start.
-    """
-    table = _number_table(int(tokens.max()))
-    for first in range(0, len(tokens), _TOKENS_AT_ONCE):
-        block = tokens[first : first + _TOKENS_AT_ONCE]
-        text = bytearray(len(block) * table.itemsize)
-        np.take(table, block, out=np.frombuffer(text, table.dtype), mode="clip")  # "raise" would go through a copy
-        inside = slice(*np.searchsorted(starts, [first, first + len(block)]))
-        np.frombuffer(text, np.uint8)[(starts[inside] - first) * table.itemsize] = _MARK
-        yield text.translate(None, b"\0")
-
-
-class _RowEnds:
-    """What stands between the ids of a document of a length and those of the next one."""
-
-    def __getitem__(self, length: int) -> bytes:
-        return b'],"length":%d}\n' % length + _ROW_BEGIN
-
-
-_SHORT_ROW_ENDS = [_RowEnds()[length] for length in range(1 << 12)]
-
-
-def _number_table(largest_id: int) -> npt.NDArray[Any]:
-    """[ids] of ``,123`` as 4 bytes (ids below 1000) or 8, for ids up to ``largest_id`` at least."""
-    if largest_id >= 10**7:
-        raise ValueError(f"token id {largest_id}: not supported: ids of 10^7 and more in JSONL; write --format bin")
-    # A few sizes only, so that they are made once.
-    size = 1000 if largest_id < 1000 else max(1 << 16, 1 << largest_id.bit_length())
-    return _make_table(size)
-
-
-@functools.lru_cache(maxsize=3)
-def _make_table(size: int) -> npt.NDArray[Any]:
-    width = 4 if size == 1000 else 8
-    table = np.zeros((size, width), np.uint8)
-    table[:, 0] = ord(",")
-    table[:, 1:] = np.arange(size).astype(f"S{width - 1}").view(np.uint8).reshape(size, width - 1)
-    return table.view(f"<u{width}").ravel()
 
 
 def join_ids(documents: list[list[int]]) -> tuple[Tokens, Lengths]:

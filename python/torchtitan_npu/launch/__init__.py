@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchtitan_npu.launch.log import reset_logging, setup_logging, terminal_handlers
     from torchtitan_npu.launch.npu_variables import NpuVariables, read_npu_variables
     from torchtitan_npu.launch.timeouts import Timeouts, read_timeouts
+    from torchtitan_npu.launch.waiting import once_per_machine
 
 _MODULES = {
     "Environment": "environment",
@@ -28,6 +29,7 @@ _MODULES = {
     "disconnect": "distributed",
     "gather_rows": "distributed",
     "gather_texts": "distributed",
+    "once_per_machine": "waiting",
     "read_environment": "environment",
     "read_npu_variables": "npu_variables",
     "read_timeouts": "timeouts",
@@ -48,6 +50,7 @@ __all__ = [
     "disconnect",
     "gather_rows",
     "gather_texts",
+    "once_per_machine",
     "read_environment",
     "read_npu_variables",
     "read_timeouts",

@@ -70,6 +70,12 @@ def disconnect() -> None:
     _store = None
 
 
+def job_store() -> dist.Store:
+    """The store of the job's ranks. There is one after ``connect``."""
+    assert _store is not None, "connect() comes first"
+    return _store
+
+
 def _wait_for_all(store: dist.Store, env: Environment, seconds: int) -> None:
     # A restarted job may meet the keys of its former life in the agent's store; the run number keeps them apart.
     run = store.add(f"{_ARRIVED}/{env.rank}/count", 1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from torchtitan_npu.config import Config, Degrees, RunArgs
-from torchtitan_npu.data import Corpus, DataError, PackedLoader, open_dataset
+from torchtitan_npu.data import Corpus, DataError, PackedLoader, build_index, open_dataset
 from torchtitan_npu.data.sources import Source, training_sources
-from torchtitan_npu.launch import Environment, gather_texts, together
+from torchtitan_npu.data.tokenizer_mark import check_tokenizers
+from torchtitan_npu.launch import Environment, gather_texts, once_per_machine, read_timeouts, together
 from torchtitan_npu.launch.simulated import is_simulated
+from torchtitan_npu.launch.waiting import Report
 from torchtitan_npu.planning import MemoryEstimate
 from torchtitan_npu.planning.hints import memory_hints
 from torchtitan_npu.planning.memory import format_bytes, on_device
@@ -25,32 +28,54 @@ def open_loader(cfg: Config, args: RunArgs, env: Environment, degrees: Degrees) 
     return _open(cfg, env, degrees, sources, shuffle=cfg.data.shuffle, num_workers=cfg.data.num_workers)
 
 
-def open_validation_loader(cfg: Config, env: Environment, degrees: Degrees) -> PackedLoader | None:
-    """The loader of the held-out data, in the order of the file, if there are any. Collective; see :func:`_open`."""
+def open_validation_loader(
+    cfg: Config, env: Environment, degrees: Degrees, training: PackedLoader
+) -> PackedLoader | None:
+    """The loader of the held-out data, in the order of the file, if there are any. Collective; see :func:`_open`.
+
+    Their tokenizer must be that of ``training``.
+    """
     if cfg.validation.interval == 0 or cfg.validation.data_dir is None:
         return None
     held_out = Source(cfg.validation.data_dir, 1.0, "the held-out data", "validation.data_dir")
-    return _open(cfg, env, degrees, [held_out], shuffle=False, num_workers=0)
+    return _open(cfg, env, degrees, [held_out], shuffle=False, num_workers=0, beside=training.corpora)
 
 
 def _open(
-    cfg: Config, env: Environment, degrees: Degrees, sources: list[Source], *, shuffle: bool, num_workers: int
+    cfg: Config,
+    env: Environment,
+    degrees: Degrees,
+    sources: list[Source],
+    *,
+    shuffle: bool,
+    num_workers: int,
+    beside: Sequence[Corpus] = (),
 ) -> PackedLoader:
     """Open the data, which local rank 0 of each machine converts first, and check that all ranks see the same.
 
     Raises:
-        DataError: the data cannot be used, or differs between ranks.
+        DataError: the data cannot be used, differs between ranks, or is of another tokenizer than another corpus, one
+            of ``beside`` too.
     """
+    vocab_size = cfg.model.vocab_size
 
-    def open_all(*, build: bool) -> list[Corpus]:
-        vocab_size = cfg.model.vocab_size
-        return [
-            Corpus(open_dataset(source.path, vocab_size, name=source.key, build=build), source.weight, source.name)
+    def convert(report: Report) -> None:
+        for source in sources:
+            build_index(source.path, vocab_size, name=source.key, report=report)
+
+    def open_all() -> list[Corpus]:
+        corpora = [
+            Corpus(open_dataset(source.path, vocab_size, name=source.key, build=False), source.weight, source.name)
             for source in sources
         ]
+        files = [file for corpus in [*beside, *corpora] for file in corpus.dataset.files]
+        key = "data.mixture" if cfg.data.mixture else "--data_dir"
+        check_tokenizers(files, f"{key} and {sources[0].key}" if beside else key, vocab_size)
+        return corpora
 
-    built = together(lambda: open_all(build=True) if env.local_rank == 0 else None)
-    corpora = together(lambda: built or open_all(build=False))
+    deadline = read_timeouts().exec_seconds
+    once_per_machine(convert, env, what="converts the data", deadline_seconds=deadline)
+    corpora = together(open_all)
     fingerprints = [text.split() for text in gather_texts(" ".join(c.dataset.fingerprint for c in corpora))]
     for number, source in enumerate(sources):
         different = [rank for rank, texts in enumerate(fingerprints) if texts[number] != fingerprints[0][number]]

@@ -63,7 +63,7 @@ class Trainer:
         self.store = CheckpointStore(args.checkpoint_dir)
         together(self.store.prepare)
         self.loader = open_loader(cfg, args, env, self.degrees)
-        held_out = open_validation_loader(cfg, env, self.degrees)
+        held_out = open_validation_loader(cfg, env, self.degrees, self.loader)
         self.step = 0
         self.tokens = 0
         self.train_seconds = 0.0

@@ -1,8 +1,10 @@
-// Python: token files. Memory is given as buffers (numpy arrays, memoryviews), outputs of a sample as addresses.
+// Python: token files, as a module of its own, since preparing and indexing them needs no torch. Memory is given as
+// buffers (numpy arrays, memoryviews), outputs of a sample as addresses.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -11,9 +13,9 @@
 #include <vector>
 
 #include "base/error.h"
-#include "bindings/bindings.h"
 #include "data/permutation.h"
 #include "data/token_lines.h"
+#include "data/token_rows.h"
 #include "data/token_stream.h"
 
 namespace py = pybind11;
@@ -66,11 +68,42 @@ class BufferedStream {
   std::unique_ptr<TokenStream> stream_;
 };
 
+template <typename Token>
+py::bytes rows(const py::buffer_info& tokens, std::span<const std::int64_t> lengths) {
+  const auto ids = elements<const Token>(tokens, "tokens");
+  std::size_t size = 0;
+  {
+    py::gil_scoped_release release;
+    size = tt::data::rows_bytes(ids, lengths);
+  }
+  PyObject* text = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (text == nullptr) throw py::error_already_set();
+  char* out = PyBytes_AS_STRING(text);  // nobody else knows it yet
+  {
+    py::gil_scoped_release release;
+    tt::data::write_rows(ids, lengths, out);
+  }
+  return py::reinterpret_steal<py::bytes>(text);
+}
+
 std::int64_t* row(std::uintptr_t address) { return reinterpret_cast<std::int64_t*>(address); }
 
 }  // namespace
 
-void bind_data(py::module_& m) {
+PYBIND11_MODULE(_data, m) {
+  m.doc() = "Native part of torchtitan_npu.data; without torch.";
+  // Of this module only: the core has exceptions of its own for the same types.
+  py::register_local_exception<tt::Error>(m, "Error", PyExc_RuntimeError);
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (const tt::ValueError& e) {
+      PyErr_SetString(PyExc_ValueError, e.what());
+    }
+  });
+
   py::class_<ParsedLines>(m, "ParsedLines", "What parse_token_lines took.")
       .def_readonly("bytes", &ParsedLines::bytes)
       .def_readonly("documents", &ParsedLines::documents)
@@ -95,6 +128,16 @@ void bind_data(py::module_& m) {
       },
       py::arg("text"), py::arg("at_end"), py::arg("vocab_size"), py::arg("tokens"), py::arg("ends"),
       py::arg("first_end"));
+
+  m.def(
+      "jsonl_rows",
+      [](const py::buffer& tokens, const py::buffer& lengths) {
+        const py::buffer_info tokens_info = tokens.request(), lengths_info = lengths.request();
+        const auto counts = elements<const std::int64_t>(lengths_info, "lengths");
+        return tokens_info.itemsize == 2 ? rows<std::uint16_t>(tokens_info, counts)
+                                         : rows<std::uint32_t>(tokens_info, counts);
+      },
+      py::arg("tokens"), py::arg("lengths"));
 
   py::class_<BufferedStream>(m, "TokenStream", "Token files as one stream, and samples cut from it.")
       .def(py::init<const std::vector<std::pair<py::buffer, py::buffer>>&, std::optional<std::int64_t>>(),
