@@ -1,8 +1,10 @@
 // Python: token files, as a module of its own, since preparing and indexing them needs no torch. Memory is given as
 // buffers (numpy arrays, memoryviews), outputs of a sample as addresses.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -86,6 +88,32 @@ py::bytes rows(const py::buffer_info& tokens, std::span<const std::int64_t> leng
   return py::reinterpret_steal<py::bytes>(text);
 }
 
+// Bytes of UTF-8 as ids, each text framed by `begin` and `end` where those are ids (not -1).
+std::pair<py::array_t<std::uint16_t>, py::array_t<std::int64_t>> utf8_ids(const py::list& texts, int begin, int end) {
+  const auto count = static_cast<py::ssize_t>(texts.size());
+  py::array_t<std::int64_t> lengths(count);
+  std::vector<std::string_view> utf8;
+  utf8.reserve(texts.size());
+  const py::ssize_t framing = (begin >= 0 ? 1 : 0) + (end >= 0 ? 1 : 0);
+  py::ssize_t total = 0;
+  for (const py::handle text : texts) {
+    Py_ssize_t size = 0;
+    const char* bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);  // the text keeps them
+    if (bytes == nullptr) throw py::error_already_set();
+    lengths.mutable_data()[utf8.size()] = size + framing;
+    utf8.emplace_back(bytes, static_cast<std::size_t>(size));
+    total += size + framing;
+  }
+  py::array_t<std::uint16_t> ids(total);
+  std::uint16_t* out = ids.mutable_data();
+  for (const std::string_view bytes : utf8) {
+    if (begin >= 0) *out++ = static_cast<std::uint16_t>(begin);
+    out = std::transform(bytes.begin(), bytes.end(), out, [](char byte) { return static_cast<unsigned char>(byte); });
+    if (end >= 0) *out++ = static_cast<std::uint16_t>(end);
+  }
+  return {std::move(ids), std::move(lengths)};
+}
+
 std::int64_t* row(std::uintptr_t address) { return reinterpret_cast<std::int64_t*>(address); }
 
 }  // namespace
@@ -138,6 +166,13 @@ PYBIND11_MODULE(_data, m) {
                                          : rows<std::uint32_t>(tokens_info, counts);
       },
       py::arg("tokens"), py::arg("lengths"));
+
+  m.def(
+      "utf8_ids",
+      [](const py::list& texts, std::optional<std::uint16_t> begin, std::optional<std::uint16_t> end) {
+        return utf8_ids(texts, begin ? *begin : -1, end ? *end : -1);
+      },
+      py::arg("texts"), py::arg("begin"), py::arg("end"));
 
   py::class_<BufferedStream>(m, "TokenStream", "Token files as one stream, and samples cut from it.")
       .def(py::init<const std::vector<std::pair<py::buffer, py::buffer>>&, std::optional<std::int64_t>>(),

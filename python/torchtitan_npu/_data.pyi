@@ -59,6 +59,14 @@ def jsonl_rows(tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32], lengths:
         lengths: [documents] each at least 1.
     """
 
+def utf8_ids(
+    texts: list[str], begin: int | None, end: int | None
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
+    """The bytes of the texts' UTF-8 back to back, each text after ``begin`` and before ``end``; and how many each has.
+
+    Errors: UnicodeEncodeError for an unpaired surrogate.
+    """
+
 class TokenStream:
     """Token files as one stream: all documents in order, each with ``eos_id`` behind it where that is not None."""
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_npu._data import jsonl_rows
+from torchtitan_npu._data import jsonl_rows, utf8_ids
 from torchtitan_npu.data.token_rows import cut, frame, join_ids
 
 documents = st.lists(st.lists(st.integers(0, 300), max_size=12), max_size=12)
@@ -59,6 +59,21 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
     for bad in (tokens[::2], tokens.astype(np.uint8), tokens.reshape(1, 5)):
         with pytest.raises(ValueError, match="tokens: must be one contiguous row"):
             jsonl_rows(bad, np.array([3]))
+
+
+@given(st.lists(st.text()), st.sampled_from([None, 256]), st.sampled_from([None, 257]))
+def test_utf8_ids_are_the_bytes_that_python_encodes(texts: list[str], begin: int | None, end: int | None) -> None:
+    expected = [[i for i in (begin, *text.encode("utf-8"), end) if i is not None] for text in texts]
+    ids, lengths = utf8_ids(texts, begin, end)
+    assert (ids.dtype, lengths.dtype) == (np.uint16, np.int64)
+    assert split(ids, lengths) == expected
+
+
+def test_what_is_no_text_has_no_utf8() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        utf8_ids(["a", "\ud800"], None, None)
+    with pytest.raises(TypeError):
+        utf8_ids(["a", b"b"], None, None)  # type: ignore[list-item]
 
 
 @given(documents, st.sampled_from([None, True, False]), st.sampled_from([None, True, False]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,13 +118,14 @@ def documents(chunk: Chunk, text_field: str, summary: Summary) -> tuple[list[str
 
     ``chunk.dropped`` is not looked at.
     """
+    lines: Sequence[str | None]
+    texts: list[str]
     if isinstance(chunk.data, bytes):
         lines, reasons = _decode_lines(chunk.data)
-        empty = "empty line"
+        texts, empty = [*map(str.strip, lines)], "empty line"
     else:
         lines, reasons = chunk.data, {}
-        empty = "empty text"
-    texts: list[str] = ["" if line is None else line.strip() for line in lines]
+        texts, empty = ["" if line is None else line.strip() for line in lines], "empty text"
     if chunk.format == "jsonl":
         _take_field(texts, text_field, reasons)
     numbers = range(chunk.first_line, chunk.first_line + len(texts))
@@ -135,12 +137,11 @@ def documents(chunk: Chunk, text_field: str, summary: Summary) -> tuple[list[str
     return [text for text in texts if text], [n for n, text in zip(numbers, texts, strict=True) if text]
 
 
-def _decode_lines(data: bytes) -> tuple[list[str | None], dict[int, str]]:
+def _decode_lines(data: bytes) -> tuple[list[str], dict[int, str]]:
     """The lines, and why some of them, by place, are empty."""
-    lines: list[str | None]
     reasons: dict[int, str] = {}
     try:
-        lines = [*data.decode("utf-8").split("\n")]
+        lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError:
         lines = []
         for place, line in enumerate(data.split(b"\n")):

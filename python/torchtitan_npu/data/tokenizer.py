@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
+from torchtitan_npu import _data
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.token_rows import Lengths, Tokens, frame, join_ids
 
@@ -50,10 +49,6 @@ class Tokenizer(Protocol):
         ...
 
 
-_BYTE_IDS = np.arange(256, dtype=np.uint16)
-_BYTE_IDS[0xFE:] = (256, 257)
-
-
 class ByteTokenizer:
     """UTF-8 bytes are ids 0-255; 256 begins a document (BOS), 257 ends it (EOS), 258 is padding (PAD)."""
 
@@ -70,13 +65,7 @@ class ByteTokenizer:
     def encode_joined(
         self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
     ) -> tuple[Tokens, Lengths]:
-        # Two bytes that UTF-8 never has stand for BOS and EOS: bytes are joined faster than arrays.
-        before = b"" if with_bos is False else b"\xfe"
-        after = b"\xff" if with_eos else b""
-        encoded = [text.encode("utf-8") for text in texts]
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded)) + len(before + after)
-        joined = before + (after + before).join(encoded) + after
-        return _BYTE_IDS[np.frombuffer(joined, np.uint8)], lengths
+        return _data.utf8_ids(list(texts), None if with_bos is False else 256, 257 if with_eos else None)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
