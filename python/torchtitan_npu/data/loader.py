@@ -35,7 +35,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 
 @dataclass
 class Batch:
-    """One micro-batch of one rank; all int64 [B, T], on the CPU.
+    """One micro-batch of one rank; all int64 [B, T], on the CPU, in pinned memory where the loader has a ``device``.
 
     Attributes:
         inputs: token ids.
@@ -73,6 +73,10 @@ class PackedLoader:
         pad_id: the input at padded places; it has no label.
         num_workers: threads that read ahead; 0 reads when a batch is asked for.
         ahead: batches that they hold ready.
+        device: the accelerator that batches are copied to; None or the CPU: none. Batches lie in memory that is pinned
+            for it, so that ``batch.inputs.to(device, non_blocking=True)`` does not wait for what the device still does.
+            A batch may be dropped at once after that: torch's allocator gives its memory out again when the copy is
+            through.
 
     Memory: the batches held ready, 24 bytes a token; nothing that grows with the corpora (see ``sampling``).
     Errors: ValueError for arguments out of range; DataError when a corpus has no sample. ``close`` ends the threads.
@@ -94,6 +98,7 @@ class PackedLoader:
         pad_id: int = 0,
         num_workers: int = 0,
         ahead: int = 2,
+        device: torch.device | None = None,
     ) -> None:
         self.corpora = (Corpus(data),) if isinstance(data, TokenDataset) else tuple(data)
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("dp_size", dp_size), ("ahead", ahead)):
@@ -130,7 +135,8 @@ class PackedLoader:
                 _warn_about_doubled_eos(corpus, self.eos_id)
             self._samplers.append(sampler)
         self._ahead = ahead
-        self._threads = ThreadPoolExecutor(num_workers, "data") if num_workers else None
+        self._device = None if device is None or device.type == "cpu" else device
+        self._threads = ThreadPoolExecutor(num_workers, "data", self._use_device) if num_workers else None
         self._coming: deque[tuple[int, Future[Batch]]] = deque()  # (position, batch), in order
 
     @property
@@ -196,12 +202,17 @@ class PackedLoader:
         return [position + b * self.dp_size + self.dp_rank for b in range(self.batch_size)]
 
     def _batch(self, samples: Sequence[int]) -> Batch:
-        shape = (len(samples), self.seq_len)
-        batch = Batch(*(torch.empty(shape, dtype=torch.int64) for _ in range(3)))
+        shape, pinned = (len(samples), self.seq_len), self._device is not None
+        batch = Batch(*(torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(3)))
         for row, sample in enumerate(samples):
             corpus, number = self._mixture.locate(sample)
             self._samplers[corpus].write(number, (batch.inputs, batch.labels, batch.document_ids), row)
         return batch
+
+    def _use_device(self) -> None:
+        """In a new thread. Pinning asks the current device, which would be the first one."""
+        if self._device is not None:
+            torch.get_device_module(self._device).set_device(self._device)
 
     def _take(self, threads: ThreadPoolExecutor) -> Batch:
         if self._coming and self._coming[0][0] != self.global_sample:  # it was moved

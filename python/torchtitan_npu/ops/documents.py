@@ -42,6 +42,8 @@ class Documents:
         last_BT[:, :-1] = ids_BT[:, 1:] != ids_BT[:, :-1]
         # Numbered anew, so that an id that comes again later in a row is another document here too.
         numbers_BT = last_BT.cumsum(1) - last_BT.long()
+        if device is not None and device.type not in ("cpu", "meta"):
+            numbers_BT = numbers_BT.pin_memory()  # or the host would wait for the device before it copies
         return cls(numbers_BT.to(device, non_blocking=True), last_BT.flatten().nonzero().flatten() + 1)
 
     @functools.cached_property

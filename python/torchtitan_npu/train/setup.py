@@ -22,14 +22,14 @@ from torchtitan_npu.train.memory import capacity_bytes
 logger = logging.getLogger(__name__)
 
 
-def open_loader(cfg: Config, args: RunArgs, env: Environment, degrees: Degrees) -> PackedLoader:
+def open_loader(cfg: Config, args: RunArgs, env: Environment, degrees: Degrees, device: torch.device) -> PackedLoader:
     """The loader of ``--data_dir`` or ``data.mixture``, which reads ahead. Collective; see :func:`_open`."""
     sources = together(lambda: training_sources(cfg.data, args.data_dir))
-    return _open(cfg, env, degrees, sources, shuffle=cfg.data.shuffle, num_workers=cfg.data.num_workers)
+    return _open(cfg, env, degrees, device, sources, shuffle=cfg.data.shuffle, num_workers=cfg.data.num_workers)
 
 
 def open_validation_loader(
-    cfg: Config, env: Environment, degrees: Degrees, training: PackedLoader
+    cfg: Config, env: Environment, degrees: Degrees, device: torch.device, training: PackedLoader
 ) -> PackedLoader | None:
     """The loader of the held-out data, in the order of the file, if there are any. Collective; see :func:`_open`.
 
@@ -38,13 +38,14 @@ def open_validation_loader(
     if cfg.validation.interval == 0 or cfg.validation.data_dir is None:
         return None
     held_out = Source(cfg.validation.data_dir, 1.0, "the held-out data", "validation.data_dir")
-    return _open(cfg, env, degrees, [held_out], shuffle=False, num_workers=0, beside=training.corpora)
+    return _open(cfg, env, degrees, device, [held_out], shuffle=False, num_workers=0, beside=training.corpora)
 
 
 def _open(
     cfg: Config,
     env: Environment,
     degrees: Degrees,
+    device: torch.device,
     sources: list[Source],
     *,
     shuffle: bool,
@@ -100,6 +101,7 @@ def _open(
                 eos_id=cfg.data.eos_id,
                 num_workers=num_workers,
                 ahead=cfg.training.gradient_accumulation_steps,
+                device=device,
             )
         except DataError:
             raise

@@ -62,8 +62,8 @@ class Trainer:
         self._profiling = together(lambda: Profiling(cfg, args.log_dir, env, device))
         self.store = CheckpointStore(args.checkpoint_dir)
         together(self.store.prepare)
-        self.loader = open_loader(cfg, args, env, self.degrees)
-        held_out = open_validation_loader(cfg, env, self.degrees, self.loader)
+        self.loader = open_loader(cfg, args, env, self.degrees, device)
+        held_out = open_validation_loader(cfg, env, self.degrees, device, self.loader)
         self.step = 0
         self.tokens = 0
         self.train_seconds = 0.0

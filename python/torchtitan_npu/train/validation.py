@@ -79,6 +79,6 @@ class Validation:
             labels += int((batch.labels != IGNORE_INDEX).sum())
             documents = Documents.from_ids(batch.document_ids, self._device) if self._masked else None
             with self._model.micro_batch(last=True):
-                inputs, labels_BT = batch.inputs.to(self._device), batch.labels.to(self._device)
+                inputs, labels_BT = (t.to(self._device, non_blocking=True) for t in (batch.inputs, batch.labels))
                 losses.append(self._loss(self._model, inputs, labels_BT, documents)[1])
         return sum(float(loss) for loss in losses), labels
