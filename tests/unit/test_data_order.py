@@ -269,5 +269,5 @@ def test_a_damaged_index_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     data._offsets[0][3] = 13
     with pytest.raises(ValueError, match="3 documents do not span 12 tokens"):
         PackedLoader(data, batch_size=1, seq_len=3)
-    with pytest.raises(DataError, match="has one token"):
+    with pytest.raises(DataError, match=r"has 1 token\(s\)"):
         PackedLoader(in_memory([[[1]]], monkeypatch), batch_size=1, seq_len=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -217,6 +218,24 @@ def test_atomic_write_is_all_or_nothing(tmp_path: Path) -> None:
         assert target.read_bytes() == b"old"
     assert target.read_bytes() == b"new" and (tmp_path / "link").is_symlink()
     assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_temporary_files_that_a_kill_has_left(tmp_path: Path) -> None:
+    """Old and locked by nobody. Not: one in use, one just made, those of other files."""
+    names = [".a[1].x1.tmp", ".a[1].x2.tmp", ".a[1].x3.tmp", ".a1.x4.tmp", ".a[1].b.tmp.x5"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (1, 1))
+    os.utime(tmp_path / names[2])
+    with (tmp_path / names[1]).open("rb") as used:
+        fcntl.flock(used, fcntl.LOCK_EX)
+        with atomic_write(tmp_path / "a[1]") as file:
+            os.utime(file.fileno(), (1, 1))
+            with atomic_write(tmp_path / "a[1]") as other:
+                other.write(b"other")
+            file.write(b"whole")
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "a[1]"])
+    assert (tmp_path / "a[1]").read_bytes() == b"whole"
 
 
 def test_expand_paths(tmp_path: Path) -> None:

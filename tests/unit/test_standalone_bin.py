@@ -218,6 +218,16 @@ def test_a_mark_that_says_nothing(tmp_path: Path, change: str, caplog: pytest.Lo
         open_dataset(mark, 259)
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".jsonl"])
+def test_a_tokenizer_whose_path_is_long(tmp_path: Path, suffix: str) -> None:
+    """Eight folders of 60 characters, of which each takes twelve bytes in JSON: the end of the path is kept."""
+    folder = tmp_path.joinpath(*["𝄞" * 60] * 8)
+    folder.mkdir(parents=True)
+    path = prepare(tmp_path / "data", f"a{suffix}", "a", tokenizer=words(folder))
+    mark = open_dataset(path, 259).files[0].tokenizer
+    assert mark is not None and mark.name.endswith("𝄞/words0.json") and 900 < len(json.dumps(mark.name)) <= 1000
+
+
 def test_a_mark_beside_the_file_that_a_link_leads_to(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a.jsonl").write_text("older")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan_npu.data.errors import DataError
 
+_TEMPORARY = ".tmp"
+# Between the making of a temporary file and its lock there is a moment.
+_LEFT_SECONDS = 60.0
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A binary file that appears at ``path``, synced to disk, when the block ends without an exception.
 
-    Until then ``path`` keeps its old content. An exception removes the temporary file.
+    Until then ``path`` keeps its old content. An exception removes the temporary file; one that a kill has left is
+    removed by whoever writes there next.
     A symbolic link keeps pointing at its target, which is what is replaced.
 
     Errors: DataError when ``path`` is something other than a regular file (a directory, a device); OSError.
@@ -27,9 +34,12 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     if target.exists() and not target.is_file():
         raise DataError(f"{path}: exists and is not a regular file; name a file to write")
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    _remove_left_temporaries(target)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_TEMPORARY, dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb", buffering=1 << 20) as file:
+            with contextlib.suppress(OSError):  # a file system without locks: then nobody can take it for left
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()
             os.fchmod(file.fileno(), mode)  # mkstemp's 0600 would hide the file from the other ranks' users
@@ -40,6 +50,15 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     fsync_directory(target.parent)
+
+
+def _remove_left_temporaries(target: Path) -> None:
+    """Those of ``target`` that a killed process has left: nobody holds their lock, and they are not just being made."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*{_TEMPORARY}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _LEFT_SECONDS:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def expand_paths(path: str | Path | Sequence[str | Path], suffixes: Sequence[str], what: str) -> list[Path]:

@@ -199,6 +199,7 @@ def content_hash() -> xxhash.xxh3_128:
 
 def idx_header(header: dict[str, Any]) -> bytes:
     body = json.dumps(header).encode().ljust(IDX_HEADER_BYTES - _PREFIX_BYTES)
+    assert len(body) == IDX_HEADER_BYTES - _PREFIX_BYTES, "the header has a fixed size"
     return _IDX_MAGIC + hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest() + body
 
 

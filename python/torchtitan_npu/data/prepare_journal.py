@@ -56,6 +56,8 @@ class WorkDirectory:
         self._lock = (self.path / "lock").open("wb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.stat(self.path / "lock"), os.fstat(self._lock.fileno())):
+                raise BlockingIOError("a run that has just ended removed the file, and another one made it anew")
         except OSError as error:
             self._lock.close()
             raise DataError(f"another process is preparing this output (it holds {self.path}/lock)") from error

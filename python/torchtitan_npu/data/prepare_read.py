@@ -122,10 +122,18 @@ def read_chunks(inputs: Sequence[Input], start: Position, text_field: str, max_d
         else:
             chunks = _read_lines(one, begin, before, max_document_bytes)
         yield from chunks
-        status = one.path.stat()
-        if (status.st_size, status.st_mtime_ns) != (one.size, one.mtime_ns):
+        if _version(one.path) != (one.size, one.mtime_ns):
             raise DataError(f"{one.path}: changed while it was being read; start again when its writer is done")
         before += one.size
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Size and time of a file, None where it has gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def too_long(max_document_bytes: int) -> str:

@@ -83,7 +83,8 @@ class PackedSampler(_Cutter):
         super().__init__(dataset, seq_len=seq_len, seed=seed, shuffle=shuffle, eos_id=eos_id, pad_id=pad_id)
         self._targets = self._stream.size - 1
         if self._targets < 1:
-            raise DataError(f"{dataset.files[0].source}: the data has one token; a sample needs at least two")
+            have = f"has {self._stream.size} token(s)"
+            raise DataError(f"{dataset.files[0].source}: the data {have}; a sample needs at least two")
         self.samples_per_epoch = -(-self._targets // seq_len)
         self.padding = self.samples_per_epoch * seq_len - self._targets
 

@@ -71,7 +71,28 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-class FastTokenizer:
+class _BackedTokenizer:
+    """What the tokenizers of both libraries have in common."""
+
+    _backend: Any
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def encode_joined(
+        self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
+    ) -> tuple[Tokens, Lengths]:
+        tokens, lengths = join_ids(self.encode_batch(texts))
+        return frame(tokens, lengths, bos_id=self.bos_id, with_bos=with_bos, eos_id=self.eos_id, with_eos=with_eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class FastTokenizer(_BackedTokenizer):
     """A tokenizer of the ``tokenizers`` library."""
 
     def __init__(self, backend: Any, name: str, bos_id: int | None, eos_id: int | None) -> None:
@@ -89,25 +110,16 @@ class FastTokenizer:
         # "fast": without the offsets into the text, which nobody reads here.
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]
 
-    def encode_joined(
-        self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
-    ) -> tuple[Tokens, Lengths]:
-        return _framed(self, texts, with_bos, with_eos)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
-        return text
-
-
-class SlowTokenizer:
+class SlowTokenizer(_BackedTokenizer):
     """A tokenizer that ``transformers`` runs in Python (SentencePiece without a ``tokenizer.json``, and others)."""
 
     def __init__(self, backend: Any, name: str) -> None:
         self._backend = backend
         self.name = name
         self.vocab_size: int = len(backend)
-        self.bos_id: int | None = backend.bos_token_id
-        self.eos_id: int | None = backend.eos_token_id
+        self.bos_id = backend.bos_token_id
+        self.eos_id = backend.eos_token_id
         content = [type(backend).__name__, self.bos_id, self.eos_id, sorted(backend.get_vocab().items())]
         self.fingerprint = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -121,23 +133,6 @@ class SlowTokenizer:
             verbose=False,  # lengths over the tokenizer's model_max_length are wanted here
         )
         return [list(ids) for ids in encoded["input_ids"]]
-
-    def encode_joined(
-        self, texts: Sequence[str], with_bos: bool | None = None, with_eos: bool | None = None
-    ) -> tuple[Tokens, Lengths]:
-        return _framed(self, texts, with_bos, with_eos)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
-        return text
-
-
-def _framed(
-    tokenizer: Tokenizer, texts: Sequence[str], with_bos: bool | None, with_eos: bool | None
-) -> tuple[Tokens, Lengths]:
-    tokens, lengths = join_ids(tokenizer.encode_batch(texts))
-    bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
-    return frame(tokens, lengths, bos_id=bos_id, with_bos=with_bos, eos_id=eos_id, with_eos=with_eos)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

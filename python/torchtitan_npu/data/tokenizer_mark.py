@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MARK_SUFFIX = ".tokenizer"
-# Of a name. The end of a long path is what tells it apart; the header of a binary file has room for 4 KiB.
-_NAME_CHARACTERS = 500
-# A mark takes some 700 bytes at most; anything larger is some other file.
+# Of a name, as JSON. The end of a long path is what tells it apart; the header of a binary file has room for 4 KiB.
+_NAME_BYTES = 1000
+# A mark takes some 1,200 bytes at most; anything larger is some other file.
 _MARK_BYTES = 64 << 10
 
 
@@ -41,7 +41,10 @@ class TokenizerMark:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenizerMark:
         name = os.path.abspath(tokenizer.name) if os.path.exists(tokenizer.name) else tokenizer.name
-        return cls(name[-_NAME_CHARACTERS:], tokenizer.fingerprint, tokenizer.vocab_size)
+        name = name[-_NAME_BYTES:]
+        while len(json.dumps(name)) > _NAME_BYTES:  # up to twelve bytes a character
+            name = name[1:]
+        return cls(name, tokenizer.fingerprint, tokenizer.vocab_size)
 
     @classmethod
     def from_json(cls, values: Any) -> TokenizerMark:

@@ -7,6 +7,7 @@ are, and how it ended.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -63,7 +64,8 @@ def once_per_machine(
             try:
                 value = action(sign.report)
             except BaseException as error:
-                store.set(f"{key}/failed", f"rank {env.rank}: {first_line(error)}")
+                with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too: this error says more
+                    store.set(f"{key}/failed", f"rank {env.rank}: {first_line(error)}")
                 raise
         store.set(f"{key}/{env.rank}/done", "")
     workers = [rank for rank, row in enumerate(rows) if row[1]]
