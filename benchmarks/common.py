@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -267,6 +268,9 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             writer.writerow({**rounded, **facts})
 
 
+_INCHES_OF_A_LETTER = 0.08  # at 8 points, with some room
+
+
 def write_png(
     path: Path,
     title: str,
@@ -287,7 +291,12 @@ def write_png(
     from matplotlib import pyplot
 
     pictures = [(ylabel, series)] + ([] if beside is None else [beside])
-    width = sum(max(7.0 / len(pictures), 0.5 * len(groups) * len(drawn) + 2) for _, drawn in pictures)
+    # No label reaches into the next one's: each has room for its longest word, and is broken between words.
+    room = max(len(word) for group in groups for word in group.split()) * _INCHES_OF_A_LETTER
+    widths = [max(7.0 / len(pictures) - 2, len(groups) * max(0.5 * len(drawn), room)) for _, drawn in pictures]
+    letters = int(min(widths) / len(groups) / _INCHES_OF_A_LETTER)
+    names = ["\n".join(textwrap.fill(line, letters) for line in group.split("\n")) for group in groups]
+    width = sum(widths) + 2 * len(pictures)
     figure, all_axes = pyplot.subplots(1, len(pictures), figsize=(width, 4.5), squeeze=False)
     for axes, (label, drawn) in zip(all_axes[0], pictures, strict=True):
         bar_width = 0.8 / len(drawn)
@@ -296,7 +305,7 @@ def write_png(
             bars = axes.bar(positions, [value or 0.0 for value in values], bar_width, label=name)
             if labels is not None and name in labels:
                 axes.bar_label(bars, labels[name], fontsize=7, padding=1)
-        axes.set_xticks(range(len(groups)), groups)
+        axes.set_xticks(range(len(groups)), names, fontsize=8)
         axes.set_ylabel(label)
         axes.margins(y=0.12)
         if len(drawn) > 1:  # the axis names the only one
