@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import peak_bytes
 from torch import Tensor, nn
 
 from torchtitan_npu.config import Config, config_from_dict
@@ -31,8 +32,8 @@ def configuration(
 
 
 def measured_peak(config: Config) -> int:
-    """The most bytes allocated at any time by forward, loss and backward, by the profiler's record of every allocation;
-    a parameter's gradient is dropped when it is there, as the engine does.
+    """The most bytes allocated at any time by forward, loss and backward; a parameter's gradient is dropped when it is
+    there, as the engine does.
     """
     training = config.training
     model: nn.Module = build_model(config.model)
@@ -53,13 +54,7 @@ def measured_peak(config: Config) -> int:
     tokens = torch.randint(0, config.model.vocab_size, (training.batch_size, training.seq_len))
     documents = Documents.from_ids(tokens // 64) if config.data.document_mask else None
     for _ in range(2):  # the first step fills caches
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step_loss(plain, tokens, tokens, documents)[0].backward()
-    live = peak = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
+        peak = peak_bytes(lambda: step_loss(plain, tokens, tokens, documents)[0].backward())
     return peak
 
 

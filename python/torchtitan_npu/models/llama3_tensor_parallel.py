@@ -2,7 +2,7 @@
 
 Weights are cut as in Megatron-LM (arXiv:1909.08053): by heads and by feed-forward columns, the vocabulary by rows.
 Between those products activations are cut along the sequence (sequence parallelism, arXiv:2205.05198), and the logits
-stay cut by the vocabulary: the loss is computed inside ``torch.distributed.tensor.parallel.loss_parallel()``.
+stay cut by the vocabulary: ``ops.linear_cross_entropy`` computes the loss of the parts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torch import nn
+
+from torchtitan_npu.models.sequence_shapes import gather_input, gather_output, localize_tokens, scatter_output
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,4 +125,27 @@ def cut_for_planning(model: nn.Module, tp_degree: int) -> nn.Module:
         shape = list(whole.shape)
         shape[cut] //= tp_degree
         setattr(module, key, nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad))
+    return model
+
+
+def run_for_planning(model: nn.Module, tp_degree: int) -> nn.Module:
+    """``cut_for_planning``, and let the modules redistribute shapes where ``parallelize_tensors`` lets them do so with
+    inputs and outputs: forward and backward then allocate what they do on each of ``tp_degree`` ranks.
+
+    The head gets the plain tensors that DTensors hold there: all hidden states, and the rank's rows of the matrix.
+
+    Raises:
+        ValueError: as for ``weight_cuts``.
+    """
+    cut_for_planning(model, tp_degree)
+    for path, module in model.named_modules():
+        if fnmatchcase(path, "layers.*.attention") or fnmatchcase(path, "layers.*.feed_forward"):
+            gather_input(module, tp_degree)
+        elif fnmatchcase(path, "layers.*.attention.wo") or fnmatchcase(path, "layers.*.feed_forward.w2"):
+            scatter_output(module, tp_degree)
+        elif path == "tok_embeddings":
+            localize_tokens(module)
+            scatter_output(module, tp_degree)
+        elif path == "norm":
+            gather_output(module, tp_degree)
     return model
