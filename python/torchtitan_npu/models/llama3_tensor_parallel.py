@@ -36,6 +36,13 @@ _CUTS: dict[str, int | None] = {
 }
 """The dimension in which the weight of a module is cut; None: every rank has all of it."""
 
+_GATHERED_INPUT = ("layers.*.attention", "layers.*.feed_forward")
+"""Take their part of the sequence and read all of it."""
+_SCATTERED_OUTPUT = ("tok_embeddings", "layers.*.attention.wo", "layers.*.feed_forward.w2")
+"""Compute a summand of the whole sequence, of whose sum each rank gets its part."""
+_GATHERED_OUTPUT = "norm"
+"""What reads the last norm needs the whole sequence: the head, whether a module or the embedding's matrix."""
+
 
 def weight_cuts(model: nn.Module) -> dict[str, int | None]:
     """For every parameter by name: the dimension that tensor-parallel ranks share out, or None.
@@ -83,6 +90,7 @@ def parallelize_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
     sequence = Shard(1)
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=sequence)
     plan: dict[str, ParallelStyle] = {
+        **dict.fromkeys(_SCATTERED_OUTPUT, rows),
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
         "layers.*.attention_norm": SequenceParallel(),
         # Gathered once for three products; the rotary embedding and the documents pass as they are.
@@ -90,23 +98,19 @@ def parallelize_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
             input_layouts=(sequence, None, None), desired_input_layouts=(Replicate(), None, None)
         ),
         **{f"layers.*.attention.{name}": columns for name in ("wq", "wk", "wv")},
-        "layers.*.attention.wo": rows,
         # Qwen3's, of [B, H, T, D]: each rank norms its heads.
         **{f"layers.*.attention.{name}": SequenceParallel(use_local_output=True) for name in ("q_norm", "k_norm")},
         "layers.*.ffn_norm": SequenceParallel(),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=Replicate()),
         **{f"layers.*.feed_forward.{name}": columns for name in ("w1", "w3")},
-        "layers.*.feed_forward.w2": rows,
         "norm": SequenceParallel(),
         # Not gathered: the loss is computed of what each rank has of the vocabulary.
         "output": ColwiseParallel(use_local_output=False),
     }
-    containers = ("layers.*.attention", "layers.*.feed_forward")
-    found = {p: style for p, style in plan.items() if p in containers or any(fnmatchcase(path, p) for path in paths)}
-    parallelize_module(model, mesh, found)
-    # What reads the last norm needs the whole sequence: the head, whether it is a module or the embedding's matrix.
+    used = {p: s for p, s in plan.items() if p in _GATHERED_INPUT or any(fnmatchcase(path, p) for path in paths)}
+    parallelize_module(model, mesh, used)
     whole = PrepareModuleOutput(output_layouts=sequence, desired_output_layouts=Replicate(), use_local_output=False)
-    parallelize_module(model, mesh, {"norm": whole})
+    parallelize_module(model, mesh, {_GATHERED_OUTPUT: whole})
 
 
 def cut_for_planning(model: nn.Module, tp_degree: int) -> nn.Module:
@@ -139,13 +143,12 @@ def run_for_planning(model: nn.Module, tp_degree: int) -> nn.Module:
     """
     cut_for_planning(model, tp_degree)
     for path, module in model.named_modules():
-        if fnmatchcase(path, "layers.*.attention") or fnmatchcase(path, "layers.*.feed_forward"):
-            gather_input(module, tp_degree)
-        elif fnmatchcase(path, "layers.*.attention.wo") or fnmatchcase(path, "layers.*.feed_forward.w2"):
-            scatter_output(module, tp_degree)
-        elif path == "tok_embeddings":
+        if path == "tok_embeddings":
             localize_tokens(module)
+        if any(fnmatchcase(path, pattern) for pattern in _GATHERED_INPUT):
+            gather_input(module, tp_degree)
+        if any(fnmatchcase(path, pattern) for pattern in _SCATTERED_OUTPUT):
             scatter_output(module, tp_degree)
-        elif path == "norm":
+        if path == _GATHERED_OUTPUT:
             gather_output(module, tp_degree)
     return model

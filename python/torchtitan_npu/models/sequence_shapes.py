@@ -34,14 +34,16 @@ def localize_tokens(module: nn.Module) -> None:
 
 def _gathered(part_BTM: Tensor, ranks: int) -> Tensor:
     B, T, M = part_BTM.shape
-    parts = part_BTM.contiguous().new_empty(ranks * B, T, M)
-    return parts.view(1, ranks * T, M) if B == 1 else torch.cat(parts.chunk(ranks), 1)
+    one_after_another = part_BTM.contiguous().new_empty(ranks * B, T, M)
+    if B == 1:
+        return one_after_another.view(1, ranks * T, M)
+    return one_after_another.new_empty(B, ranks * T, M)  # a copy
 
 
 def _scattered(whole_BTM: Tensor, ranks: int) -> Tensor:
     B, T, M = whole_BTM.shape
-    parts = torch.cat(whole_BTM.contiguous().chunk(ranks, 1))
-    return parts.new_empty(B, T // ranks, M)
+    one_after_another = whole_BTM.contiguous().new_empty(ranks * B, T // ranks, M)
+    return one_after_another.new_empty(B, T // ranks, M)
 
 
 class _Gather(torch.autograd.Function):
