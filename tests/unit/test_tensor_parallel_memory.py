@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from allocations import peak_bytes
-from torch import Tensor, nn
+from allocations import peak_of_micro_batch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_npu.config import Config, config_from_dict
-from torchtitan_npu.fsdp import recompute_activations
 from torchtitan_npu.models import build_model, parallelize_tensors
-from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning.memory import activation_bytes
-from torchtitan_npu.train.loss import StepLoss
 
 SIZES = {"dim": 128, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 320, "vocab_size": 512}
 WITHIN = 0.03
@@ -53,10 +49,7 @@ def rank_0_of(ranks: int) -> Iterator[None]:
 
 
 def measured_peak(cfg: Config) -> int:
-    """The most bytes allocated at any time by forward, loss and backward; a parameter's gradient is dropped when it is
-    there, as the engine does.
-    """
-    training, tp = cfg.training, cfg.parallel.tp_degree
+    tp = cfg.parallel.tp_degree
     with torch.device("meta"):
         model: nn.Module = build_model(cfg.model)
     with rank_0_of(tp):
@@ -67,20 +60,7 @@ def measured_peak(cfg: Config) -> int:
                 setattr(module, name, nn.Parameter(torch.zeros_like(parameter, dtype=dtype, device="cpu")))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.zeros_like(buffer, device="cpu"))
-        recompute_activations(model, training.activation_checkpointing)
-
-        def drop(parameter: Tensor) -> None:
-            parameter.grad = None
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(drop)
-        plain: Any = SimpleNamespace(forward=model)  # all that a loss needs of a ParallelModel
-        step_loss = StepLoss(cfg, valid_labels=256, dp_degree=1, loss_scale=1.0)
-        tokens = torch.randint(0, cfg.model.vocab_size, (training.batch_size, training.seq_len))
-        documents = Documents.from_ids(tokens // 64) if cfg.data.document_mask else None
-        for _ in range(2):  # the first step fills caches
-            peak = peak_bytes(lambda: step_loss(plain, tokens, tokens, documents)[0].backward())
-    return peak
+        return peak_of_micro_batch(model, cfg)
 
 
 def check(tp: int, **config: Any) -> None:
