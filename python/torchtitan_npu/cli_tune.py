@@ -36,15 +36,13 @@ def tune_main(argv: Sequence[str] | None = None) -> int:
                 str(args.config),
                 [Problem("parallel.strategy", f"is {config.parallel.strategy}; tune measures fsdp: set it to fsdp")],
             )
-        if config.parallel.tp_degree > 1:
-            what = f"{config.parallel.tp_degree} is not supported yet by tune; set it to 1"
-            raise ConfigError(str(args.config), [Problem("parallel.tp_degree", what)])
         if config.parallel.device == "npu":
             what = "npu is not supported yet by tune, which measures on the CPU; set it to cpu"
             raise ConfigError(str(args.config), [Problem("parallel.device", what)])
         if config.training.optimizer_state_offload:
             what = "true is not supported by tune, which measures on the CPU; set it to false"
             raise ConfigError(str(args.config), [Problem("training.optimizer_state_offload", what)])
+        _check_predicted(config, args.predict_ranks)
         return _tune(config, args)
     except ConfigError as error:
         cli.say(f"{error}\n")
@@ -70,6 +68,14 @@ def _tune(config: Config, args: argparse.Namespace) -> int:
         return run(config, TuneArgs(args.caps, args.steps, args.predict_ranks, args.output_dir), TuneTrial)
     finally:
         reset_logging()
+
+
+def _check_predicted(config: Config, rank_counts: Sequence[int]) -> None:
+    tp = config.parallel.tp_degree
+    for ranks in rank_counts:
+        if ranks % tp:
+            what = f"{tp} must divide every number of --predict_ranks, which has {ranks}; name multiples of it"
+            raise ConfigError(config.source, [Problem("parallel.tp_degree", what)])
 
 
 def _parser() -> cli.Parser:

@@ -94,23 +94,29 @@ def test_the_example_for_npus(simulator: Path, tmp_path: Path, ranks: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "training", "dtype"),
+    ("model", "training", "dtype", "tp"),
     [
-        ({}, {"batch_size": 6, "activation_checkpointing": "selective"}, "bf16"),
-        ({"use_flash_attention": False, "n_layers": 4}, {"batch_size": 4}, "bf16"),
-        ({"dim": 512, "ffn_dim": 1376, "n_layers": 3, "vocab_size": 8000}, {"activation_checkpointing": True}, "fp32"),
-        ({}, {"optimizer_state_offload": True, "optimizer_state_dtype": "bf16"}, "bf16"),
+        ({}, {"batch_size": 6, "activation_checkpointing": "selective"}, "bf16", 1),
+        ({"use_flash_attention": False, "n_layers": 4}, {"batch_size": 4}, "bf16", 1),
+        (
+            {"dim": 512, "ffn_dim": 1376, "n_layers": 3, "vocab_size": 8000},
+            {"activation_checkpointing": True},
+            "fp32",
+            1,
+        ),
+        ({}, {"optimizer_state_offload": True, "optimizer_state_dtype": "bf16"}, "bf16", 1),
+        ({"vocab_size": 8000}, {"batch_size": 6, "activation_checkpointing": "selective"}, "bf16", 2),
     ],
 )
 def test_planned_memory_is_what_tensors_take(
-    simulator: Path, tmp_path: Path, model: dict[str, Any], training: dict[str, Any], dtype: str
+    simulator: Path, tmp_path: Path, model: dict[str, Any], training: dict[str, Any], dtype: str, tp: int
 ) -> None:
     """Within 5 %, on two cards: parameters, gradients, optimizer, arena and activations, against the most allocated."""
     write_data(tmp_path)
     config = {
         "model": {"name": "llama3_debug", "use_flash_attention": True} | model,
         "training": {"seq_len": 256, "learning_rate": 1e-3, "max_steps": 2, "batch_size": 2} | training,
-        "parallel": {"dtype": dtype, "device": "npu"},
+        "parallel": {"dtype": dtype, "device": "npu", "tp_degree": tp},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))  # which is YAML, too
     paths = {"config": "config.yaml", "data_dir": "data.jsonl", "checkpoint_dir": "checkpoints", "log_dir": "logs"}

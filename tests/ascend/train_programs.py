@@ -29,7 +29,7 @@ def train(folder: Path, case: str, device: torch.device, steps: int, name: str) 
         "model": {"name": "llama3_debug", "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
         | {"max_seq_len": 64, "use_flash_attention": strategy != "ddp"},
         "training": {"batch_size": 2, "seq_len": 64, "learning_rate": 1e-2, "max_steps": steps, "warmup_steps": 1}
-        | {"lr_schedule": "constant", "gradient_accumulation_steps": 2}
+        | {"lr_schedule": "constant", "gradient_accumulation_steps": 2, "loss_chunk_tokens": 48, "z_loss_weight": 1e-3}
         | {"checkpoint": {"async_save": strategy == "fsdp", "save_interval": 2}},
         "parallel": {"strategy": strategy, "dtype": dtype, "replicate_degree": 2 if strategy == "hsdp" else 1}
         | {"tp_degree": int(tp)},

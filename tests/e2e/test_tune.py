@@ -15,6 +15,7 @@ from torchtitan_npu.config import load_config
 from torchtitan_npu.fsdp import plan_model
 from torchtitan_npu.models import build_model
 from torchtitan_npu.planning import fsdp_options
+from torchtitan_npu.planning.memory import plan_fsdp
 from torchtitan_npu.planning.traffic import planned_traffic
 
 from .conftest import TIMEOUT_SECONDS, Workspace
@@ -89,3 +90,19 @@ def test_one_process(make_workspace: Callable[..., Workspace]) -> None:
     result = tune(work, "--caps", "0.02", "--steps", "1", "--predict_ranks", "8", ranks=1)
     assert result.returncode == 1
     assert "--predict_ranks needs a measured fabric" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_tensor_parallel(make_workspace: Callable[..., Workspace]) -> None:
+    """2 x 2: what the two ranks that share parameters send, of their part of the model."""
+    work = make_workspace("tp")
+    settings = ["--model.vocab_size", "62", "--parallel.tp_degree", "2"]
+    result = tune(work, *settings, "--caps", "0.02", "--steps", "1", "--predict_ranks", "8", ranks=4)
+    assert result.returncode == 0, result.stderr
+    (row,) = rows_of(work.root / "out" / "tune.csv")
+    config = load_config(str(work.config), [*settings, "--parallel.bucket_cap_mb", "0.02"])
+    plan = plan_fsdp(config, 4)
+    traffic = planned_traffic(plan, config.training.gradient_accumulation_steps)
+    assert plan.world_size == 2 and int(row["gathered_bytes"]) == traffic.gathered_bytes
+    assert int(row["written_bytes_measured"]) * 2 == traffic.gathered_bytes
+    assert {line["ranks"] for line in rows_of(work.root / "out" / "fabric.csv")} == {"2"}
+    assert [line["ranks"] for line in rows_of(work.root / "out" / "predicted.csv")] == ["8"]

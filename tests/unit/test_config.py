@@ -286,11 +286,6 @@ def test_wrong_values_are_named_with_rule_and_way_out(tmp_path: Path, key: str, 
             "2 must be 1 where parallel.strategy is ddp (not supported yet)",
         ),
         (
-            {"parallel": {"tp_degree": 2}, "training": {"loss_chunk_tokens": 512}},
-            "training.loss_chunk_tokens",
-            "512 must be null or 0 where parallel.tp_degree is not 1 (not supported yet)",
-        ),
-        (
             {"parallel": {"tp_degree": 4}, "training": {"seq_len": 1022}},
             "training.seq_len",
             "1022 must be a multiple of parallel.tp_degree",
@@ -526,11 +521,13 @@ def test_the_documentation_is_the_generated_one() -> None:
 
 
 def test_chunks_of_the_loss_unless_chosen() -> None:
-    """1,024 tokens, none under tensor parallelism, and what is written."""
+    """1,024 tokens, or what is written; 0 is no chunks, and the whole micro-batch under tensor parallelism."""
     assert config_from_dict(small()).loss_chunk_tokens == 1024
-    assert config_from_dict(small(parallel={"tp_degree": 2})).loss_chunk_tokens == 0
     assert config_from_dict(small(training={"loss_chunk_tokens": 0})).loss_chunk_tokens == 0
-    assert config_from_dict(small(training={"loss_chunk_tokens": 7})).loss_chunk_tokens == 7
+    whole = {"loss_chunk_tokens": 0, "batch_size": 3, "seq_len": 64}
+    assert config_from_dict(small(training=whole, parallel={"tp_degree": 2})).loss_chunk_tokens == 192
+    for parallel in ({}, {"tp_degree": 2}):
+        assert config_from_dict(small(training={"loss_chunk_tokens": 7}, parallel=parallel)).loss_chunk_tokens == 7
 
 
 def test_each_field_has_a_docstring() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from allocations import peak_bytes
 from torch import Tensor
 
 from torchtitan_npu.config import preset
@@ -74,7 +75,8 @@ def test_gradient_scale_is_only_a_hint() -> None:
 def test_small_float16_gradients_survive_loss_scaling() -> None:
     """With V = 65,536 a softmax is about 1.5e-5, where float16 has 8 bits left; times 64 it has 11, as without chunks.
 
-    In rows of the weight that are no label: there the gradient is only the softmax's.
+    In rows of the weight that are no label: there the gradient is only the softmax's, which in fp32 may differ in the
+    last bit, so that one in some hundred elements rounds to the neighbour in float16.
     """
     factor, scale = 2.0**-10, 2.0**16
     gradients = []
@@ -88,7 +90,7 @@ def test_small_float16_gradients_survive_loss_scaling() -> None:
     expected = weight.grad.double() / (factor * scale)
     others = torch.ones(65_536, dtype=torch.bool).index_fill(0, labels[labels >= 0], False)
     errors = [float((g - expected)[others].norm() / expected[others].norm()) for g in gradients]
-    assert errors[1] < 1e-6 and errors[0] > 1e-4, errors
+    assert errors[1] < 5e-5 and errors[0] > 4e-4, errors
 
 
 def test_all_labels_ignored() -> None:
@@ -168,32 +170,8 @@ def test_as_the_models_head(tied: bool) -> None:
         assert_close(p.grad, expected[name], 2e-6)
 
 
-def peak_bytes(run: Callable[[], None]) -> int:
-    """Most that torch's CPU allocator handed out during ``run`` beyond what was allocated before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    current = peak = 0
-    for event in _allocations(profiler):
-        current += event
-        peak = max(peak, current)
-    return peak
-
-
-def _allocations(profiler: torch.profiler.profile) -> list[int]:
-    def walk(events: list) -> list[tuple[int, int]]:
-        found = []
-        for event in events:
-            if event.tag == torch._C._profiler._EventType.Allocation:
-                found.append((event.start_time_ns, event.typed[1].alloc_size))
-            found += walk(event.children)
-        return found
-
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    return [size for _, size in sorted(walk(profiler.profiler.kineto_results.experimental_event_tree()))]
-
-
 def test_no_gradients_are_made_without_need() -> None:
-    """Under no_grad the most that is held is a chunk's softmax, twice; the weight's gradient alone would be more."""
+    """Under no_grad the most that is held is a chunk's softmax; the weight's gradient alone would be more."""
     C, M, V = 4, 64, 500
     hidden, weight, labels = inputs(torch.float32, dim=M, vocab=V)
 
@@ -202,15 +180,16 @@ def test_no_gradients_are_made_without_need() -> None:
             objective, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=C)
         assert not objective.requires_grad
 
-    assert peak_bytes(evaluate) < 1.5 * 8 * C * V < 4 * V * M
+    assert peak_bytes(evaluate) < 1.5 * 4 * C * V < 4 * V * M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory(dtype: torch.dtype) -> None:
     """1/32 of the vocabulary and width of an 8B model's head: 4008 x 128, 2 x 1024 tokens in chunks of 128.
 
-    Peak: the gradients (hidden N M, weight V M in fp32) and of one chunk the softmax twice in fp32, or the weight
-    gradient's product. The plain loss has ten or twelve bytes per logit of all tokens.
+    Peak: the gradients (hidden N M, weight V M in fp32) and of one chunk the softmax in fp32, in 16 bits with what it
+    is made of or becomes, or the weight gradient's product. The plain loss has ten or twelve bytes per logit of all
+    tokens.
     """
     N, C, M, V = 2048, 128, 128, 4008
     hidden, weight = torch.randn(N, M).to(dtype).requires_grad_(), torch.randn(V, M).to(dtype).requires_grad_()
@@ -221,6 +200,6 @@ def test_memory(dtype: torch.dtype) -> None:
         peak_bytes(lambda: cross_entropy(F.linear(hidden, weight), labels).backward()),
     ]
     gradients = width * N * M + 4 * V * M
-    bound = gradients + max(8 * C * V, width * (C * V + V * M))
+    bound = gradients + (4 * C * V if width == 4 else max((4 + width) * C * V, width * (C * V + V * M)))
     assert peaks[0] <= 1.05 * bound + (width * V * M if width < 4 else 0), (peaks, bound)
     assert peaks[1] >= N * V * (8 if width == 4 else 10) and peaks[0] < peaks[1] / 5, peaks

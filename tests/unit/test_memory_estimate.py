@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from allocations import peak_of_micro_batch
+from torch import nn
 
 from torchtitan_npu.config import Config, config_from_dict
-from torchtitan_npu.fsdp import recompute_activations
 from torchtitan_npu.models import build_model
-from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning.memory import activation_bytes, estimate_memory
-from torchtitan_npu.train.loss import StepLoss
 from torchtitan_npu.train.optimizer import build_optimizer
 
 SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 160, "vocab_size": 512, "max_seq_len": 128, "n_layers": 5}
@@ -31,36 +28,13 @@ def configuration(
 
 
 def measured_peak(config: Config) -> int:
-    """The most bytes allocated at any time by forward, loss and backward, by the profiler's record of every allocation;
-    a parameter's gradient is dropped when it is there, as the engine does.
-    """
-    training = config.training
     model: nn.Module = build_model(config.model)
     rope = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.parallel.dtype])
     for name, buffer in rope.items():  # mixed precision leaves buffers alone
         path, _, key = name.rpartition(".")
         setattr(model.get_submodule(path), key, buffer)
-    recompute_activations(model, training.activation_checkpointing)
-
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(drop)
-    plain: Any = SimpleNamespace(forward=model)  # all that a loss needs of a ParallelModel
-    step_loss = StepLoss(config, valid_labels=256, dp_degree=1, loss_scale=1.0)
-    tokens = torch.randint(0, config.model.vocab_size, (training.batch_size, training.seq_len))
-    documents = Documents.from_ids(tokens // 64) if config.data.document_mask else None
-    for _ in range(2):  # the first step fills caches
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step_loss(plain, tokens, tokens, documents)[0].backward()
-    live = peak = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    return peak_of_micro_batch(model, config)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -86,11 +86,11 @@ def test_message() -> None:
 
 
 def test_logits_are_what_the_vocabulary_adds_to_the_peak() -> None:
-    """Held as a whole: in fp32 logits, their log-softmax and its gradient, 4 x 1,024 tokens x 8,000 ids. Not held: the
-    gradient of the output matrix instead, 8,000 x 256, and twice 1,024 tokens x 8,000 ids; less what the peak
-    without a vocabulary has elsewhere."""
-    model = {"use_flash_attention": True, "vocab_size": 8000}
-    for chunk, expected in ((0, 12 * 4096 * 8000), (1024, 4 * 8000 * 256 + 8 * 1024 * 8000)):
+    """Held as a whole: in fp32 logits, their log-softmax and its gradient, 4 x 1,024 tokens x 32,000 ids. Not held: the
+    gradient of the output matrix instead, 32,000 x 256, and 1,024 tokens x 32,000 ids; less what the peak without a
+    vocabulary has elsewhere."""
+    model = {"use_flash_attention": True, "vocab_size": 32_000}
+    for chunk, expected in ((0, 12 * 4096 * 32_000), (1024, 4 * 32_000 * 256 + 4 * 1024 * 32_000)):
         cfg = _config(model, {"dtype": "fp32"}, loss_chunk_tokens=chunk)
         logits = memory_kinds(cfg, estimate_memory(cfg, 1))["logits"]
         assert logits == pytest.approx(expected, rel=0.15), chunk

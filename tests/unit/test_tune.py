@@ -145,11 +145,11 @@ def test_prediction() -> None:
     there = Traffic(4, (2 * MIB,), ())
     assert fabric.seconds(here.traffic) == pytest.approx(0.010)
     assert fabric.seconds(there) == pytest.approx(0.030)
-    found = predict(here, fabric, three(), there)
-    assert (found.ranks, found.communication) == (4, pytest.approx(0.030))
+    found = predict(here, fabric, three(), there, 8)
+    assert (found.ranks, found.communication) == (8, pytest.approx(0.030))
     assert (found.step, found.low, found.high) == (pytest.approx(0.032), pytest.approx(0.030), pytest.approx(0.050))
     # No more hides than there is to hide behind: comm 90 ms behind 20 busy ones.
-    far = predict(here, fabric, three(), Traffic(4, (6 * MIB,), ()))
+    far = predict(here, fabric, three(), Traffic(4, (6 * MIB,), ()), 8)
     assert (far.step, far.low) == (pytest.approx(0.090), pytest.approx(0.090))
 
 
@@ -219,7 +219,11 @@ def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--predict_ranks", "8,8"], "names a number of ranks twice"),
         (["--cap", "1"], "unrecognized arguments: --cap 1; did you mean --caps?"),
         (["--parallel.strategy", "ddp"], "parallel.strategy: is ddp; tune measures fsdp"),
-        (["--parallel.tp_degree", "2"], "parallel.tp_degree: 2 is not supported yet by tune; set it to 1"),
+        (["--parallel.tp_degree", "2"], "parallel.tp_degree: 2 must divide WORLD_SIZE, which is 1"),
+        (
+            ["--parallel.tp_degree", "2", "--predict_ranks", "4,7"],
+            "parallel.tp_degree: 2 must divide every number of --predict_ranks, which has 7",
+        ),
         (["--parallel.device", "npu"], "parallel.device: npu is not supported yet by tune"),
         (["--training.optimizer_state_offload", "true"], "true is not supported by tune, which measures on the CPU"),
         (["--parallel.prefetch", "9"], "it must be >= 0 and <= 8"),

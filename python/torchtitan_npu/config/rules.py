@@ -110,7 +110,8 @@ RULES: tuple[Rule, ...] = (
         ("parallel.strategy",),
         lambda degree, strategy: degree == 1 or strategy != "ddp",
         "must be 1 where parallel.strategy is ddp (not supported yet)",
-        "set parallel.strategy to fsdp or hsdp",
+        "set parallel.strategy to fsdp, or to hsdp with parallel.replicate_degree = the data-parallel degree, where "
+        "each data-parallel rank holds whole parameters, too",
     ),
     Rule(
         "training.seq_len",
@@ -125,20 +126,6 @@ RULES: tuple[Rule, ...] = (
         lambda steps, schedule: steps is not None or schedule != "wsd",
         "must be a number where training.lr_schedule is wsd",
         "set it, to a tenth of training.max_steps for example",
-    ),
-    Rule(
-        "training.loss_chunk_tokens",
-        ("parallel.tp_degree",),
-        lambda chunk, degree: not chunk or degree == 1,
-        "must be null or 0 where parallel.tp_degree is not 1 (not supported yet)",
-        "leave it out",
-    ),
-    Rule(
-        "training.z_loss_weight",
-        ("parallel.tp_degree",),
-        lambda weight, degree: weight == 0 or degree == 1,
-        "must be 0 where parallel.tp_degree is not 1 (not supported yet)",
-        "set one of them so",
     ),
     Rule(
         "parallel.reduce_dtype",

@@ -157,7 +157,7 @@ class TrainingConfig:
     resume: str = "auto"
     """auto continues from the newest complete checkpoint, none starts afresh, anything else is a checkpoint's path."""
     loss_chunk_tokens: NonNegativeInt | None = None
-    """Tokens whose logits are held at a time: same loss, less memory. 0 holds all; null: 1024, or 0 with tp_degree."""
+    """Tokens whose logits are held at a time: same loss, less memory. 0 holds all; null: 1024."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log of the softmax's denominator, added to the loss of each token; 0 is off."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -273,8 +273,13 @@ class Config:
 
     @property
     def loss_chunk_tokens(self) -> int:
-        """``training.loss_chunk_tokens``, or what null stands for."""
-        chosen = self.training.loss_chunk_tokens
-        if chosen is not None:
-            return chosen
-        return _LOSS_CHUNK_TOKENS if self.parallel.tp_degree == 1 else 0
+        """``training.loss_chunk_tokens``, or what null stands for; 0: the loss reads the model's logits.
+
+        Tensor-parallel ranks, which have some columns of the logits each, take all tokens as one chunk then.
+        """
+        training = self.training
+        if training.loss_chunk_tokens is None:
+            return _LOSS_CHUNK_TOKENS
+        if training.loss_chunk_tokens == 0 and self.parallel.tp_degree > 1:
+            return training.batch_size * training.seq_len
+        return training.loss_chunk_tokens

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchtitan_npu.launch.environment import Environment, LaunchError, read_environment
     from torchtitan_npu.launch.failure import run_rank
     from torchtitan_npu.launch.log import reset_logging, setup_logging, terminal_handlers
+    from torchtitan_npu.launch.meshes import data_parallel_mesh, tensor_parallel_mesh
     from torchtitan_npu.launch.npu_variables import NpuVariables, read_npu_variables
     from torchtitan_npu.launch.timeouts import Timeouts, read_timeouts
     from torchtitan_npu.launch.waiting import once_per_machine
@@ -26,6 +27,7 @@ _MODULES = {
     "Timeouts": "timeouts",
     "choose_device": "device",
     "connect": "distributed",
+    "data_parallel_mesh": "meshes",
     "disconnect": "distributed",
     "gather_rows": "distributed",
     "gather_texts": "distributed",
@@ -36,6 +38,7 @@ _MODULES = {
     "reset_logging": "log",
     "run_rank": "failure",
     "setup_logging": "log",
+    "tensor_parallel_mesh": "meshes",
     "terminal_handlers": "log",
     "together": "distributed",
 }
@@ -47,6 +50,7 @@ __all__ = [
     "Timeouts",
     "choose_device",
     "connect",
+    "data_parallel_mesh",
     "disconnect",
     "gather_rows",
     "gather_texts",
@@ -57,6 +61,7 @@ __all__ = [
     "reset_logging",
     "run_rank",
     "setup_logging",
+    "tensor_parallel_mesh",
     "terminal_handlers",
     "together",
 ]

@@ -71,9 +71,8 @@ def disconnect() -> None:
 
 
 def job_store() -> dist.Store:
-    """The store of the job's ranks. There is one after ``connect``."""
-    assert _store is not None, "connect() comes first"
-    return _store
+    """The store of the job's ranks; where somebody else than ``connect`` made the process group, that group's."""
+    return dist.distributed_c10d._get_default_store() if _store is None else _store
 
 
 def _wait_for_all(store: dist.Store, env: Environment, seconds: int) -> None:

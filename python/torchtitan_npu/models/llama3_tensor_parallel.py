@@ -2,7 +2,7 @@
 
 Weights are cut as in Megatron-LM (arXiv:1909.08053): by heads and by feed-forward columns, the vocabulary by rows.
 Between those products activations are cut along the sequence (sequence parallelism, arXiv:2205.05198), and the logits
-stay cut by the vocabulary: the loss is computed inside ``torch.distributed.tensor.parallel.loss_parallel()``.
+stay cut by the vocabulary: ``ops.linear_cross_entropy`` computes the loss of the parts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torch import nn
+
+from torchtitan_npu.models.sequence_shapes import gather_input, gather_output, localize_tokens, scatter_output
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +35,13 @@ _CUTS: dict[str, int | None] = {
     "output": 0,
 }
 """The dimension in which the weight of a module is cut; None: every rank has all of it."""
+
+_GATHERED_INPUT = ("layers.*.attention", "layers.*.feed_forward")
+"""Take their part of the sequence and read all of it."""
+_SCATTERED_OUTPUT = ("tok_embeddings", "layers.*.attention.wo", "layers.*.feed_forward.w2")
+"""Compute a summand of the whole sequence, of whose sum each rank gets its part."""
+_GATHERED_OUTPUT = "norm"
+"""What reads the last norm needs the whole sequence: the head, whether a module or the embedding's matrix."""
 
 
 def weight_cuts(model: nn.Module) -> dict[str, int | None]:
@@ -81,6 +90,7 @@ def parallelize_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
     sequence = Shard(1)
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=sequence)
     plan: dict[str, ParallelStyle] = {
+        **dict.fromkeys(_SCATTERED_OUTPUT, rows),
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
         "layers.*.attention_norm": SequenceParallel(),
         # Gathered once for three products; the rotary embedding and the documents pass as they are.
@@ -88,23 +98,19 @@ def parallelize_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
             input_layouts=(sequence, None, None), desired_input_layouts=(Replicate(), None, None)
         ),
         **{f"layers.*.attention.{name}": columns for name in ("wq", "wk", "wv")},
-        "layers.*.attention.wo": rows,
         # Qwen3's, of [B, H, T, D]: each rank norms its heads.
         **{f"layers.*.attention.{name}": SequenceParallel(use_local_output=True) for name in ("q_norm", "k_norm")},
         "layers.*.ffn_norm": SequenceParallel(),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=Replicate()),
         **{f"layers.*.feed_forward.{name}": columns for name in ("w1", "w3")},
-        "layers.*.feed_forward.w2": rows,
         "norm": SequenceParallel(),
         # Not gathered: the loss is computed of what each rank has of the vocabulary.
         "output": ColwiseParallel(use_local_output=False),
     }
-    containers = ("layers.*.attention", "layers.*.feed_forward")
-    found = {p: style for p, style in plan.items() if p in containers or any(fnmatchcase(path, p) for path in paths)}
-    parallelize_module(model, mesh, found)
-    # What reads the last norm needs the whole sequence: the head, whether it is a module or the embedding's matrix.
+    used = {p: s for p, s in plan.items() if p in _GATHERED_INPUT or any(fnmatchcase(path, p) for path in paths)}
+    parallelize_module(model, mesh, used)
     whole = PrepareModuleOutput(output_layouts=sequence, desired_output_layouts=Replicate(), use_local_output=False)
-    parallelize_module(model, mesh, {"norm": whole})
+    parallelize_module(model, mesh, {_GATHERED_OUTPUT: whole})
 
 
 def cut_for_planning(model: nn.Module, tp_degree: int) -> nn.Module:
@@ -123,4 +129,26 @@ def cut_for_planning(model: nn.Module, tp_degree: int) -> nn.Module:
         shape = list(whole.shape)
         shape[cut] //= tp_degree
         setattr(module, key, nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad))
+    return model
+
+
+def run_for_planning(model: nn.Module, tp_degree: int) -> nn.Module:
+    """``cut_for_planning``, and let the modules redistribute shapes where ``parallelize_tensors`` lets them do so with
+    inputs and outputs: forward and backward then allocate what they do on each of ``tp_degree`` ranks.
+
+    The head gets the plain tensors that DTensors hold there: all hidden states, and the rank's rows of the matrix.
+
+    Raises:
+        ValueError: as for ``weight_cuts``.
+    """
+    cut_for_planning(model, tp_degree)
+    for path, module in model.named_modules():
+        if path == "tok_embeddings":
+            localize_tokens(module)
+        if any(fnmatchcase(path, pattern) for pattern in _GATHERED_INPUT):
+            gather_input(module, tp_degree)
+        if any(fnmatchcase(path, pattern) for pattern in _SCATTERED_OUTPUT):
+            scatter_output(module, tp_degree)
+        if path == _GATHERED_OUTPUT:
+            gather_output(module, tp_degree)
     return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 IGNORE_INDEX = -100
 """A label that counts for nothing: padding, or the first token of the next document."""
@@ -17,18 +16,15 @@ def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     divides once by the number of valid labels of the whole optimizer step.
 
     Args:
-        logits_BTV: ``[B, T, V]``, any floating-point dtype; computed in fp32. A DTensor that is cut along V (tensor
-            parallelism) is not gathered; forward and backward must then run inside ``loss_parallel()``.
+        logits_BTV: ``[B, T, V]``, any floating-point dtype; computed in fp32.
         labels_BT: int64 ``[B, T]`` in ``[0, V)``, or ``IGNORE_INDEX``.
 
     Returns:
         fp32 scalar, in nats; 0 when no label is valid.
     """
-    loss = F.cross_entropy(
+    return F.cross_entropy(
         logits_BTV.float().flatten(0, -2), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    # The same value on all tensor-parallel ranks.
-    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def z_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Letters of the shape suffixes:
 
-    N tokens of the micro-batch    C tokens of one chunk    M model dim    V vocabulary
+    N tokens of the micro-batch    C tokens of one chunk    M model dim    V vocabulary, under tensor parallelism
+    this rank's part of it
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from torchtitan_npu.ops.autocast import autocast_dtype, no_autocast
 from torchtitan_npu.ops.cross_entropy import IGNORE_INDEX
+from torchtitan_npu.ops.vocabulary import VocabularyPart, part_of_vocabulary
 
 
 def linear_cross_entropy(
@@ -38,9 +40,14 @@ def linear_cross_entropy(
     Kept from forward to backward: the gradients, ``N M`` in the dtype of the products and ``V M`` in fp32. Under
     ``torch.no_grad`` they are not made.
 
+    Where tensor-parallel ranks share the rows of ``weight``, as DTensors tell, each has the logits of its rows only. It
+    sends three numbers per token and gets the others' (one collective per chunk; without gradients one in all), so
+    that the softmax is that of the whole vocabulary. The results are the same bits on all ranks, which all must call.
+
     Args:
-        hidden: ``[..., M]``, floating point.
-        weight_VM: ``[V, M]``; may be the token embedding's.
+        hidden: ``[..., M]``, floating point; may be a DTensor that every rank has whole, whose gradient is then a
+            partial sum on each.
+        weight_VM: ``[V, M]``; may be the token embedding's, or a DTensor that is cut into equal rows.
         labels: int64 ``[...]`` in ``[0, V)``, or ``IGNORE_INDEX``.
         chunk_tokens: at least 1.
         z_loss_weight: of ``logsumexp(logits)²``, summed over the valid labels (arXiv:2204.02311).
@@ -53,10 +60,8 @@ def linear_cross_entropy(
         the z-loss, which has no gradient.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or DTensors are cut otherwise.
     """
-    if isinstance(weight_VM, DTensor) or isinstance(hidden, DTensor):
-        raise ValueError("not supported yet: linear_cross_entropy of DTensors; use cross_entropy of the logits")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     if weight_VM.ndim != 2 or hidden.shape[-1] != weight_VM.shape[1] or hidden.shape[:-1] != labels.shape:
@@ -68,10 +73,11 @@ def linear_cross_entropy(
     dtype = autocast_dtype(device_type) or hidden.dtype
     if not torch.is_grad_enabled():  # of which a Function's needs_input_grad knows nothing
         hidden, weight_VM = hidden.detach(), weight_VM.detach()
+    hidden, weight_VM, part = part_of_vocabulary(hidden, weight_VM)
     hidden_NM, labels_N = hidden.flatten(0, -2), labels.flatten()
     with no_autocast(device_type):
         return _LinearCrossEntropy.apply(
-            hidden_NM, weight_VM, labels_N, dtype, chunk_tokens, z_loss_weight, gradient_scale
+            hidden_NM, weight_VM, labels_N, part, dtype, chunk_tokens, z_loss_weight, gradient_scale
         )
 
 
@@ -82,51 +88,63 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_NM: Tensor,
         weight_VM: Tensor,
         labels_N: Tensor,
+        part: VocabularyPart,
         dtype: torch.dtype,
         chunk_tokens: int,
         z_loss_weight: float,
         gradient_scale: float,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        if isinstance(hidden_NM, AsyncCollectiveTensor):  # gathered along the sequence, and perhaps not yet
+            hidden_NM = hidden_NM.wait()
         weight = weight_VM.to(dtype)
         d_hidden_NM = torch.empty_like(hidden_NM, dtype=dtype) if needs_hidden else None
         d_weight_VM = torch.zeros_like(weight_VM, dtype=torch.float32) if needs_weight else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden_NM.device)
-        z_total = torch.zeros_like(total)
-        for start in range(0, hidden_NM.shape[0], chunk_tokens):
+        needs_gradient = needs_hidden or needs_weight
+        N, V = hidden_NM.shape[0], weight.shape[0]
+        here_N, index_N = part.local_labels(labels_N, V)
+        valid_N1 = (labels_N != IGNORE_INDEX).unsqueeze(1)
+        softmax_3N1 = torch.empty(3, N, 1, dtype=torch.float32, device=hidden_NM.device)
+        for start in range(0, N, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden_CM = hidden_NM[rows].to(dtype)
-            labels_C = labels_N[rows]
-            valid_C1 = (labels_C != IGNORE_INDEX).unsqueeze(1)
-            index_C1 = torch.where(valid_C1, labels_C.unsqueeze(1), 0)
-            logits_CV = F.linear(hidden_CM, weight).float()
-            chosen_C1 = logits_CV.gather(1, index_C1)
-            log_p_CV = torch.log_softmax(logits_CV, dim=1)
-            del logits_CV
-            nll_C1 = -log_p_CV.gather(1, index_C1)
-            total += torch.where(valid_C1, nll_C1, 0.0).sum()
-            factor_C1 = torch.where(valid_C1, gradient_scale, 0.0).float()  # of the softmax in the gradient
-            one_C1 = -factor_C1  # of the label in the gradient
+            here_C1, index_C1 = here_N[rows].unsqueeze(1), index_N[rows].unsqueeze(1)
+            exp_CV = F.linear(hidden_CM, weight).float()  # the logits, and then in their place what they become
+            label_C1 = torch.where(here_C1, exp_CV.gather(1, index_C1), 0.0)
+            top_C1 = exp_CV.amax(1, keepdim=True)
+            exp_CV.sub_(top_C1).exp_()
+            local_3C1 = torch.stack((top_C1, exp_CV.sum(1, keepdim=True), label_C1))
+            softmax_3N1[:, rows] = local_3C1
+            if not needs_gradient:
+                del exp_CV
+                continue
+            if part.group is not None:
+                softmax_3N1[:, rows] = part.combine(local_3C1)
+            whole_top_C1, sum_C1, _ = softmax_3N1[:, rows]
+            factor_C1 = torch.where(valid_N1[rows], gradient_scale, 0.0).float()  # of the softmax in the gradient
+            one_C1 = torch.where(here_C1, -factor_C1, 0.0)  # of the label in the gradient
             if z_loss_weight:
-                lse_C1 = chosen_C1 + nll_C1
-                z_total += torch.where(valid_C1, lse_C1.square(), 0.0).sum()
-                factor_C1 = factor_C1 * (1.0 + 2.0 * z_loss_weight * lse_C1)
-            gradient_CV = None
-            if needs_hidden or needs_weight:
-                gradient_CV = log_p_CV.exp_().mul_(factor_C1).scatter_add_(1, index_C1, one_C1).to(dtype)
-            del log_p_CV  # as nothing of V columns is held longer than it is needed, nor through the next chunk
-            if gradient_CV is not None and d_hidden_NM is not None:
+                factor_C1 = factor_C1 * (1.0 + 2.0 * z_loss_weight * (whole_top_C1 + sum_C1.log()))
+            factor_C1 = factor_C1 * (top_C1 - whole_top_C1).exp() / sum_C1
+            gradient_CV = exp_CV.mul_(factor_C1).scatter_add_(1, index_C1, one_C1).to(dtype)
+            del exp_CV  # as nothing of V columns is held longer than it is needed, nor through the next chunk
+            if d_hidden_NM is not None:
                 torch.mm(gradient_CV, weight, out=d_hidden_NM[rows])
-            if gradient_CV is not None and d_weight_VM is not None:
+            if d_weight_VM is not None:
                 if dtype == torch.float32:
                     d_weight_VM.addmm_(gradient_CV.t(), hidden_CM)
                 else:
                     d_weight_VM += gradient_CV.t() @ hidden_CM
             del gradient_CV
+        top_N1, sum_N1, label_N1 = softmax_3N1 if needs_gradient else part.combine(softmax_3N1)
+        log_sum_N1 = sum_N1.log()
+        total = torch.where(valid_N1, (top_N1 - label_N1) + log_sum_N1, 0.0).sum()
+        objective = total.clone()
+        if z_loss_weight:
+            objective += z_loss_weight * torch.where(valid_N1, (top_N1 + log_sum_N1).square(), 0.0).sum()
         ctx.gradients = d_hidden_NM, d_weight_VM
         ctx.gradient_scale = gradient_scale
         ctx.dtypes = hidden_NM.dtype, weight_VM.dtype
-        objective = total + z_loss_weight * z_total if z_loss_weight else total.clone()
         ctx.mark_non_differentiable(total)
         return objective, total
 
@@ -143,4 +161,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if gradient is None else gradient.mul_(ratio).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None

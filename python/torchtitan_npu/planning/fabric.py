@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_npu.launch import gather_rows
@@ -116,16 +115,15 @@ def measure_fabric(sizes: Sequence[int], turns: int = 8, **fsdp_options: Any) ->
     Each size is a model of one parameter under ``FSDP``: its forward does nothing but gather, its backward nothing but
     copy a gradient that is there already into the reduce buffer and reduce. Sizes take turns. Collective.
     """
-    gathers, reductions = _take_turns(sizes, turns, fsdp_options)
+    gathers, reductions, world_size = _take_turns(sizes, turns, fsdp_options)
     gc.collect()  # the probes' arenas are unmapped here, not at some later time
-    world_size = dist.get_world_size()
     return Fabric(fit_line(*gathers, world_size), fit_line(*reductions, world_size))
 
 
 _Points = tuple[list[int], list[float]]  # bytes, seconds
 
 
-def _take_turns(sizes: Sequence[int], turns: int, options: dict[str, Any]) -> tuple[_Points, _Points]:
+def _take_turns(sizes: Sequence[int], turns: int, options: dict[str, Any]) -> tuple[_Points, _Points, int]:
     probes = [_Probe(size, options) for size in sizes]
     for _ in range(turns):
         for probe in probes:
@@ -133,6 +131,7 @@ def _take_turns(sizes: Sequence[int], turns: int, options: dict[str, Any]) -> tu
     return (
         ([probe.gather_bytes for probe in probes], [statistics.median(probe.gathers) for probe in probes]),
         ([probe.reduce_bytes for probe in probes], [statistics.median(probe.reductions) for probe in probes]),
+        probes[0].world_size,
     )
 
 
@@ -176,6 +175,7 @@ class _Probe:
         row_bytes = _OneParameter.COLUMNS * dtype.itemsize
         self.model = fsdp(_OneParameter(max(1, size // row_bytes), dtype), **{**options, "bucket_cap_mb": None})
         traffic = planned_traffic(self.model._fsdp_state.plan)
+        self.world_size = traffic.world_size
         (self.gather_bytes,), (self.reduce_bytes,) = traffic.gathers, traffic.reductions
         self.gathers: list[float] = []
         self.reductions: list[float] = []

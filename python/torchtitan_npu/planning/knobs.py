@@ -53,7 +53,7 @@ def _candidates(cfg: Config) -> Iterator[tuple[dict[str, Any], str]]:
     training = cfg.training
     if not cfg.model.use_flash_attention:
         yield {"model.use_flash_attention": True}, "the same result within rounding, and faster"
-    if cfg.loss_chunk_tokens == 0:
+    if training.loss_chunk_tokens == 0:
         yield {"training.loss_chunk_tokens": 1024}, "the same loss, logits of 1,024 tokens at a time"
     if cfg.parallel.strategy == "ddp":
         yield {"parallel.strategy": "fsdp"}, "the same result; parameters are sent once more in each pass"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_npu.config import Config, ModelConfig, TrainingConfig, validate_world
-from torchtitan_npu.models import build_model, cut_for_planning
+from torchtitan_npu.models import build_model, cut_for_planning, run_for_planning
 from torchtitan_npu.ops import Documents, cross_entropy, linear_cross_entropy, z_loss
 from torchtitan_npu.ops.flash_npu import MASK_BYTES
 from torchtitan_npu.ops.npu_shapes import npu_shapes
@@ -106,7 +106,7 @@ def optimizer_state_bytes(cfg: Config, parameter_bytes: int) -> int:
 
 def memory_kinds(cfg: Config, memory: MemoryEstimate) -> dict[str, int]:
     """``memory`` by kind, for tables; what the size of the vocabulary adds to the activations is ``logits``."""
-    without = replace(cfg, model=replace(cfg.model, vocab_size=1))
+    without = replace(cfg, model=replace(cfg.model, vocab_size=cfg.parallel.tp_degree))
     logits = min(memory.activations, activation_bytes(cfg) - activation_bytes(without))
     return {
         "parameters": memory.parameters,
@@ -141,23 +141,30 @@ def plan_fsdp(cfg: Config, world_size: int) -> FSDPPlan:
 def activation_bytes(cfg: Config) -> int:
     """Most of what one micro-batch needs beside parameters, gradients and buffers at any time: every allocation of the
     step is followed (planning/activations.py), with ``parallel.device: npu`` those of the NPU's fused kernels. Under
-    tensor parallelism an estimate.
+    tensor parallelism, those of one rank and its collectives.
     """
-    if cfg.parallel.tp_degree > 1:
-        return _tensor_parallel_activation_bytes(cfg)
     on_npu = cfg.parallel.device == "npu"
     dtype, masked = _COMPUTE[cfg.parallel.dtype], cfg.data.document_mask
-    peak = _traced_peak(cfg.model, cfg.training, dtype, cfg.loss_chunk_tokens, masked=masked, on_npu=on_npu)
+    chunk, tp = cfg.loss_chunk_tokens, cfg.parallel.tp_degree
+    peak = _traced_peak(cfg.model, cfg.training, dtype, chunk, tp, masked=masked, on_npu=on_npu)
     return peak + (MASK_BYTES if on_npu and cfg.model.use_flash_attention else 0)
 
 
 @functools.lru_cache(maxsize=64)  # tables and hints ask again for what the plan has asked
 def _traced_peak(
-    model_cfg: ModelConfig, training: TrainingConfig, dtype: torch.dtype, chunk: int, *, masked: bool, on_npu: bool
+    model_cfg: ModelConfig,
+    training: TrainingConfig,
+    dtype: torch.dtype,
+    chunk: int,
+    tp_degree: int,
+    *,
+    masked: bool,
+    on_npu: bool,
 ) -> int:
     def build(num_layers: int) -> nn.Module:
         with torch.device("meta"):
-            return build_model(replace(model_cfg, n_layers=num_layers))
+            model = build_model(replace(model_cfg, n_layers=num_layers))
+        return run_for_planning(model, tp_degree) if tp_degree > 1 else model
 
     def loss_of(model: nn.Module) -> Tensor:
         tokens_BT = torch.empty(training.batch_size, training.seq_len, dtype=torch.int64, device="meta")
@@ -181,36 +188,3 @@ def _traced_peak(
             dtype=dtype,
             activation_checkpointing=training.activation_checkpointing,
         )
-
-
-def _tensor_parallel_activation_bytes(cfg: Config) -> int:
-    """Kept by one micro-batch for backward, by counting.
-
-    Per token and block, in the compute dtype: the inputs and outputs of both norms (4 M), queries and attention's
-    output (with the rotation's copy, 3 H D), keys and values (3 K D), and four vectors of the feed-forward width; plain
-    attention adds the weights, T per head, in fp32 and, if that is another, in the compute dtype. The loss holds the
-    logits twice in fp32 and once in the compute dtype.
-
-    Activation checkpointing keeps each block's input (M) and, if selective, the results of attention (H D) and of every
-    second product, which are those of wq, wv, w1 and w2 (H D + K D + F + M). The rest is there for one block at a time,
-    when the loss has freed its part.
-
-    Tensor parallelism divides all of it, but for the whole sequence that attention and the feed-forward network read
-    (M each, the norms' outputs) and, if kept, the sum that w2's results are part of (M).
-    """
-    model, training = cfg.model, cfg.training
-    width = _COMPUTE[cfg.parallel.dtype].itemsize
-    tokens = training.batch_size * training.seq_len
-    tp = cfg.parallel.tp_degree
-    q_dim, kv_dim = model.n_heads * model.head_width, model.n_kv_heads * model.head_width
-    per_token = width * (2 * model.dim + 3 * q_dim + 3 * kv_dim + 4 * model.ffn_dim)
-    if not model.use_flash_attention:
-        per_token += training.seq_len * model.n_heads * (4 if width == 4 else 4 + width)
-    per_token = per_token // tp + width * 2 * model.dim
-    loss = model.vocab_size * (2 * 4 + width) // tp
-    if training.activation_checkpointing is False:
-        return tokens * (model.n_layers * per_token + loss)
-    kept = width * model.dim // tp
-    if training.activation_checkpointing == "selective":
-        kept += width * (2 * q_dim + kv_dim + model.ffn_dim) // tp + width * model.dim
-    return tokens * (model.n_layers * kept + max(per_token, loss))

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_npu.config import Config
+from torchtitan_npu.config import Config, validate_world
 from torchtitan_npu.launch import (
     Environment,
     connect,
+    data_parallel_mesh,
     disconnect,
     gather_rows,
     read_environment,
@@ -74,9 +75,12 @@ def run(cfg: Config, args: TuneArgs, make_trial: MakeTrial) -> int:
 
 def _run(cfg: Config, args: TuneArgs, env: Environment, make_trial: MakeTrial) -> int:
     connect(env, read_timeouts(), torch.device("cpu"))
-    if args.predict_ranks and env.world_size < 2:
+    tp = cfg.parallel.tp_degree
+    if args.predict_ranks and env.world_size < 2 * tp:
+        several = f", and so do the {tp} of parallel.tp_degree" if tp > 1 else ""
         raise TuneError(
-            "--predict_ranks needs a measured fabric, and one rank sends nothing: start two or more through torchrun"
+            f"--predict_ranks needs a measured fabric, and one rank sends nothing{several}: start {2 * tp} or more "
+            "through torchrun"
         )
     together(lambda: args.output_dir.mkdir(parents=True, exist_ok=True) if env.rank == 0 else None)
     cfg, layers_note = _fit(cfg, env)
@@ -114,16 +118,16 @@ def _run(cfg: Config, args: TuneArgs, env: Environment, make_trial: MakeTrial) -
     for ranks in args.predict_ranks:
         for candidate in candidates:
             assert fabric is not None
-            plan = plan_fsdp(_with_cap(cfg, candidate.cap_mb), ranks)
-            predictions.append(predict(candidate, fabric, plan, planned_traffic(plan, micro_batches)))
+            plan = plan_fsdp(_with_cap(cfg, candidate.cap_mb, dp_degree=-1), ranks)
+            predictions.append(predict(candidate, fabric, plan, planned_traffic(plan, micro_batches), ranks))
     if env.rank == 0:
         report(cfg, candidates, recommend(candidates), fabric, predictions, layers_note, args.output_dir)
     gather_rows([0.0])  # no rank leaves while another may still need it
     return 0
 
 
-def _with_cap(cfg: Config, cap_mb: float | None) -> Config:
-    return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, bucket_cap_mb=cap_mb))
+def _with_cap(cfg: Config, cap_mb: float | None, **parallel: Any) -> Config:
+    return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, bucket_cap_mb=cap_mb, **parallel))
 
 
 def _fit(cfg: Config, env: Environment) -> tuple[Config, str]:
@@ -147,8 +151,11 @@ def _fit(cfg: Config, env: Environment) -> tuple[Config, str]:
 
 
 def _measure_fabric(cfg: Config, plans: list[FSDPPlan], env: Environment) -> Fabric | None:
-    if env.world_size < 2:
+    """Among the ranks that share parameters; those of other tensor-parallel ranks measure at the same time."""
+    degrees = validate_world(cfg, env.world_size)
+    if degrees.dp < 2:
         return None
     largest = max(max(planned_traffic(plan).gathers) for plan in plans)
     largest = min(largest, 64 * MIB)
-    return measure_fabric(probe_sizes(largest), **fsdp_options(cfg.parallel))
+    mesh = data_parallel_mesh(degrees, "cpu") if degrees.tp > 1 else None
+    return measure_fabric(probe_sizes(largest), device_mesh=mesh, **fsdp_options(cfg.parallel))

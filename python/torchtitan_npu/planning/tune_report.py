@@ -91,6 +91,7 @@ class Prediction:
     """One cap among another number of ranks. Seconds per step."""
 
     ranks: int
+    """All of them; the plan's are those that share parameters."""
     cap_mb: float | None
     step: float
     low: float
@@ -101,8 +102,8 @@ class Prediction:
     plan: FSDPPlan
 
 
-def predict(candidate: Candidate, fabric: Fabric, plan: FSDPPlan, traffic: Traffic) -> Prediction:
-    """The step among ``plan.world_size`` ranks with the same batch per rank.
+def predict(candidate: Candidate, fabric: Fabric, plan: FSDPPlan, traffic: Traffic, ranks: int) -> Prediction:
+    """The step among ``ranks`` ranks with the same batch per rank, ``plan.world_size`` of which share parameters.
 
     With ``busy`` the measured step without its exposed communication, ``comm`` the fabric's prediction for all
     collectives one after the other, here and there, and ``hidden`` = 1 - exposed / comm(here), within 0..1:
@@ -114,7 +115,7 @@ def predict(candidate: Candidate, fabric: Fabric, plan: FSDPPlan, traffic: Traff
     here, there = fabric.seconds(candidate.traffic), fabric.seconds(traffic)
     hidden = max(0.0, 1 - exposed / here)
     return Prediction(
-        ranks=plan.world_size,
+        ranks=ranks,
         cap_mb=candidate.cap_mb,
         step=busy + max((1 - hidden) * there, there - busy),
         low=max(busy, there),
@@ -334,7 +335,7 @@ def plot(
     low = [m - 1e3 * c.measured.step_quartiles[0] for m, c in zip(middle, candidates, strict=True)]
     high = [1e3 * c.measured.step_quartiles[1] - m for m, c in zip(middle, candidates, strict=True)]
     figure, (times, memory) = pyplot.subplots(1, 2, figsize=(10, 4))
-    world_size = candidates[0].plan.world_size
+    world_size = candidates[0].plan.world_size * cfg.parallel.tp_degree
     times.errorbar(places, middle, yerr=[low, high], marker="o", capsize=3, label=f"{world_size} ranks, measured")
     for ranks in dict.fromkeys(p.ranks for p in predictions):
         predicted = [1e3 * p.step for p in predictions if p.ranks == ranks]

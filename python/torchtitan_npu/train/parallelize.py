@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from torchtitan_npu.config import Config, ConfigError, Problem, match_parameter_groups, validate_world
-from torchtitan_npu.launch import read_timeouts
+from torchtitan_npu.config import Config, ConfigError, Degrees, Problem, match_parameter_groups, validate_world
+from torchtitan_npu.launch import data_parallel_mesh, tensor_parallel_mesh
 from torchtitan_npu.models import build_model, parallelize_tensors
 from torchtitan_npu.ops import Documents
 from torchtitan_npu.planning import fsdp_options
@@ -53,8 +51,8 @@ class ParallelModel(Protocol):
     """Of the whole model."""
 
     def forward(self, tokens_BT: Tensor, documents: Documents | None, head: Head | None = None) -> Any:
-        """Logits ``[B, T, V]``, under tensor parallelism a DTensor, or what ``head`` makes of their factors; with
-        ``documents``, attention stays inside them.
+        """Logits ``[B, T, V]``, or what ``head`` makes of their factors; under tensor parallelism both are DTensors.
+        With ``documents``, attention stays inside them.
         """
         ...
 
@@ -130,18 +128,13 @@ class ShardedModel:
         self.decayed = decayed_names(model)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         degrees = validate_world(cfg, dist.get_world_size())
-        self._tensor_parallel = degrees.tp > 1
-        ranks_RST = torch.arange(degrees.replicate * degrees.shard * degrees.tp).view(
-            degrees.replicate, degrees.shard, degrees.tp
-        )
-        if self._tensor_parallel:
-            parallelize_tensors(model, _tensor_parallel_mesh(ranks_RST, device))
-        ranks_RS = ranks_RST[..., degrees.tp_rank(dist.get_rank())]
+        if degrees.tp > 1:
+            parallelize_tensors(model, tensor_parallel_mesh(degrees, device.type))
         # FSDP returns the module that it was given, extended.
         self._model: Any = FSDP(  # type: ignore[call-arg]
             model,
             device=device,
-            device_mesh=ranks_RS if degrees.replicate > 1 else ranks_RS[0],
+            device_mesh=_data_parallel_ranks(degrees, device),
             init_seed=cfg.training.seed,
             activation_checkpointing=cfg.training.activation_checkpointing,
             **fsdp_options(cfg.parallel),
@@ -152,7 +145,7 @@ class ShardedModel:
         return self._model(tokens_BT, documents, head)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
         from torchtitan_npu.fsdp.clip import grad_norm, scale_gradients
@@ -166,12 +159,12 @@ class ShardedModel:
         return self._model.communication_seconds()
 
 
-def _tensor_parallel_mesh(ranks_RST: Tensor, device: torch.device) -> DeviceMesh:
-    """The ranks that compute each layer together with this one. Collective over all ranks."""
-    parts = ranks_RST.flatten(0, 1).tolist()
-    # A mesh that makes its groups itself gives them torch's own timeout.
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=read_timeouts().process_group)
-    return DeviceMesh.from_group(group, device.type)
+def _data_parallel_ranks(degrees: Degrees, device: torch.device) -> Any:
+    """Those that have the same part of each layer as this one, as FSDP takes them. Collective over all ranks."""
+    if degrees.replicate > 1:
+        first = degrees.tp_rank(dist.get_rank())
+        return torch.arange(first, degrees.dp * degrees.tp, degrees.tp).view(degrees.replicate, degrees.shard)
+    return data_parallel_mesh(degrees, device.type) if degrees.tp > 1 else None
 
 
 class ReplicatedModel:

@@ -21,12 +21,13 @@ class TuneTrial:
 
     def __init__(self, cfg: Config, env: Environment) -> None:
         training = cfg.training
-        self._cfg, self._dp_degree = cfg, validate_world(cfg, env.world_size).dp
+        degrees = validate_world(cfg, env.world_size)
+        self._cfg, self._dp_degree = cfg, degrees.dp
         self._parallel = parallelize(cfg, torch.device("cpu"))
         self.model = self._parallel.module
         self._optimizer = build_optimizer(self.model.named_parameters(), self._parallel.decayed, cfg)
         self._scaler = make_scaler(cfg, self._parallel)
-        generator = torch.Generator().manual_seed(training.seed + env.rank)
+        generator = torch.Generator().manual_seed(training.seed + degrees.dp_rank(env.rank))
         shape = (training.batch_size, training.seq_len + 1)
         tokens_BT = torch.randint(cfg.model.vocab_size, shape, generator=generator)
         self._inputs_BT, self._labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
