@@ -37,7 +37,8 @@ def _generate(args: argparse.Namespace) -> None:
     from torchtitan_npu.checkpoint.tensor_source import TensorSource
     from torchtitan_npu.checkpoint.whole_model import load_whole_model
     from torchtitan_npu.data import DataError, load_tokenizer
-    from torchtitan_npu.models.generation import generate
+    from torchtitan_npu.models.generation import generate, make_cache
+    from torchtitan_npu.planning.memory import format_bytes
 
     source = TensorSource(args.checkpoint)
     cfg = model_of(source, args.config)
@@ -59,7 +60,14 @@ def _generate(args: argparse.Namespace) -> None:
         )
     model = load_whole_model(source, cfg, torch_dtype(args.dtype))
     generator = torch.Generator().manual_seed(args.seed)
+    positions = min(len(prompt) + args.max_new_tokens, cfg.max_seq_len)
+    cache = make_cache(model, positions)
+    if cache is not None:
+        cli.say(f"room for the keys and values of {positions} positions: {format_bytes(cache.num_bytes)}\n")
     for number in range(1, args.num_samples + 1):
+        if cache is not None:
+            # All samples begin with the prompt; its last token is read again, for what comes behind it.
+            cache.length = min(cache.length, len(prompt) - 1)
         ids = generate(
             model,
             prompt,
@@ -70,6 +78,7 @@ def _generate(args: argparse.Namespace) -> None:
             eos_id=tokenizer.eos_id,
             num_ids=min(tokenizer.vocab_size, cfg.vocab_size),
             generator=generator,
+            cache=cache,
         )
         if args.num_samples > 1:
             sys.stdout.write(f"--- {number} of {args.num_samples}\n")
@@ -96,7 +105,9 @@ def _parser() -> cli.Parser:
     parser = cli.Parser(
         prog="torchtitan-npu generate",
         description="Continue a text with the model of a checkpoint, saved at any number of ranks. One process, on the "
-        "CPU, which holds the whole model; every token takes one pass over all the tokens before it.",
+        "CPU, which holds the whole model, and the keys and values of the tokens so far: 2 x n_layers x n_kv_heads x "
+        "head_dim numbers for each, so that a token takes one pass over itself. A prompt and its continuation are at "
+        "most model.max_seq_len tokens.",
         allow_abbrev=False,
     )
     add_checkpoint(parser)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_npu import cli
+from torchtitan_npu.models import Llama
 
 from .conftest import Workspace
 
@@ -59,6 +60,22 @@ def test_it_says_what_it_has_learnt(trained: Workspace, capsys: pytest.CaptureFi
     assert outs[0] == outs[1] != outs[2]
     first, second = outs[0].removeprefix("--- 1 of 2\n").split("--- 2 of 2\n")
     assert first != second and first.startswith("the quick brown ")
+
+
+def test_a_model_without_a_cache_says_the_same(
+    trained: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples that end at max_seq_len, 128; the cache has 2 x 2 layers x 2 heads x 128 x 16 numbers of 4 bytes."""
+    flags = ("--tokenizer", "byte", "--prompt", "the quick", "--max_new_tokens", 500, "--temperature", 2)
+    outs = []
+    for cached in (True, False):
+        if not cached:
+            monkeypatch.delattr(Llama, "new_cache")
+        assert run(trained, *flags, "--num_samples", 2) == 0
+        captured = capsys.readouterr()
+        outs.append(captured.out)
+        assert ("room for the keys and values of 128 positions: 0.1 MB" in captured.err) == cached
+    assert outs[0] == outs[1]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ class RotaryEmbedding(nn.Module):
         self.cos_TD.copy_(cos_TD)
         self.sin_TD.copy_(sin_TD)
 
-    def forward(self, x_BHTD: Tensor) -> Tensor:
-        T = x_BHTD.shape[-2]
-        return apply_rotary(x_BHTD, self.cos_TD[:T], self.sin_TD[:T])
+    def forward(self, x_BHTD: Tensor, start: int = 0) -> Tensor:
+        """``start``: the position of the first of the T."""
+        end = start + x_BHTD.shape[-2]
+        return apply_rotary(x_BHTD, self.cos_TD[start:end], self.sin_TD[start:end])

@@ -3,20 +3,25 @@
 Letters of the shape suffixes:
 
     B batch    T position    M model dim    H query heads    K key/value heads    D head dim    F feed-forward dim
-    V vocabulary
+    V vocabulary   S position in a cache
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_npu.config import ModelConfig
+from torchtitan_npu.models.kv_cache import KeyValueCache
 from torchtitan_npu.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
 from torchtitan_npu.ops import Documents, RotaryScaling, attention, swiglu
+
+Rotate = Callable[[Tensor], Tensor]
+"""A ``RotaryEmbedding``, or one that begins at a later position."""
 
 _INIT_STD = 0.02
 
@@ -52,6 +57,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer_index: int) -> None:
         super().__init__()
+        self.layer_index = layer_index
         self.head_dim = cfg.head_width
         self.flash = cfg.use_flash_attention
         self.wq = Linear(cfg.dim, cfg.n_heads * self.head_dim, init_std=_INIT_STD)
@@ -59,17 +65,21 @@ class Attention(nn.Module):
         self.wv = Linear(cfg.dim, cfg.n_kv_heads * self.head_dim, init_std=_INIT_STD)
         self.wo = Linear(cfg.n_heads * self.head_dim, cfg.dim, init_std=_residual_std(layer_index))
 
-    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, x_BTM: Tensor, rope: Rotate, documents: Documents | None = None, *, cache: KeyValueCache | None = None
+    ) -> Tensor:
         B, T, _ = x_BTM.shape
         # Under tensor parallelism each rank has some of the heads.
         q_BHTD = self.wq(x_BTM).view(B, T, -1, self.head_dim).transpose(1, 2)
         k_BKTD = self.wk(x_BTM).view(B, T, -1, self.head_dim).transpose(1, 2)
         v_BKTD = self.wv(x_BTM).view(B, T, -1, self.head_dim).transpose(1, 2)
         q_BHTD, k_BKTD = self.prepare(q_BHTD, k_BKTD, rope)
+        if cache is not None:
+            k_BKTD, v_BKTD = cache.extend(self.layer_index, k_BKTD, v_BKTD)
         out_BHTD = attention(q_BHTD, k_BKTD, v_BKTD, flash=self.flash, documents=documents)
         return self.wo(out_BHTD.transpose(1, 2).reshape(B, T, -1))
 
-    def prepare(self, q_BHTD: Tensor, k_BKTD: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+    def prepare(self, q_BHTD: Tensor, k_BKTD: Tensor, rope: Rotate) -> tuple[Tensor, Tensor]:
         """What attention compares: here queries and keys that are rotated by their positions."""
         return rope(q_BHTD), rope(k_BKTD)
 
@@ -100,8 +110,10 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.feed_forward = FeedForward(cfg, layer_index)
 
-    def forward(self, x_BTM: Tensor, rope: RotaryEmbedding, documents: Documents | None = None) -> Tensor:
-        x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), rope, documents)
+    def forward(
+        self, x_BTM: Tensor, rope: Rotate, documents: Documents | None = None, *, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), rope, documents, cache=cache)
         return x_BTM + self.feed_forward(self.ffn_norm(x_BTM))
 
 
@@ -131,11 +143,34 @@ class Llama(nn.Module):
             if reset is not None:
                 reset()
 
+    def new_cache(self, batch_size: int, capacity: int) -> KeyValueCache:
+        """Room for the keys and values of ``capacity`` positions; for a model that is whole in this process.
+
+        Raises:
+            ValueError: ``capacity`` is more than ``max_seq_len``.
+        """
+        if capacity > self.cfg.max_seq_len:
+            raise ValueError(
+                f"a cache of {capacity} positions is larger than model.max_seq_len = {self.cfg.max_seq_len}"
+            )
+        weight = self.tok_embeddings.weight
+        return KeyValueCache(
+            num_layers=self.cfg.n_layers,
+            batch_size=batch_size,
+            n_kv_heads=self.cfg.n_kv_heads,
+            capacity=capacity,
+            head_dim=self.cfg.head_width,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
     def forward(
         self,
         tokens_BT: Tensor,
         documents: Documents | None = None,
         head: Callable[[Tensor, Tensor], Any] | None = None,
+        *,
+        cache: KeyValueCache | None = None,
     ) -> Any:
         """Logits of the next token.
 
@@ -145,19 +180,23 @@ class Llama(nn.Module):
                 depends on the distance of two positions alone.
             head: called with the last norm's result ``[B, T, M]`` and the output matrix ``[V, M]`` instead of
                 multiplying them: a loss that never holds all logits. Inside forward, where the matrix is whole.
+            cache: of :meth:`new_cache`; ``tokens_BT`` are those behind the ones it holds, and are held afterwards.
 
         Returns:
             ``[B, T, V]`` in the dtype of the parameters (under autocast, in autocast's), or what ``head`` returned.
 
         Raises:
-            ValueError: T is larger than ``max_seq_len``.
+            ValueError: T, with what the cache holds, is larger than ``max_seq_len``.
         """
-        T = tokens_BT.shape[1]
-        if self.cfg.max_seq_len < T:
-            raise ValueError(f"the input has {T} positions, more than model.max_seq_len = {self.cfg.max_seq_len}")
+        start, rope = (0, self.rope) if cache is None else (cache.length, partial(self.rope, start=cache.length))
+        end = start + tokens_BT.shape[1]
+        if self.cfg.max_seq_len < end:
+            raise ValueError(f"the input has {end} positions, more than model.max_seq_len = {self.cfg.max_seq_len}")
         x_BTM = self.tok_embeddings(tokens_BT)
         for layer in self.layers:
-            x_BTM = layer(x_BTM, self.rope, documents)
+            x_BTM = layer(x_BTM, rope, documents, cache=cache)
+        if cache is not None:
+            cache.length = end
         x_BTM = self.norm(x_BTM)
         if head is not None:
             return head(x_BTM, self.tok_embeddings.weight if self.output is None else self.output.weight)

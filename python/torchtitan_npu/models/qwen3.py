@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchtitan_npu.config import ModelConfig
-from torchtitan_npu.models.layers import RMSNorm, RotaryEmbedding
-from torchtitan_npu.models.llama3 import Attention, Llama, TransformerBlock
+from torchtitan_npu.models.layers import RMSNorm
+from torchtitan_npu.models.llama3 import Attention, Llama, Rotate, TransformerBlock
 
 
 class Qwen3Attention(Attention):
@@ -24,7 +24,7 @@ class Qwen3Attention(Attention):
         self.q_norm = RMSNorm(self.head_dim, eps=cfg.norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=cfg.norm_eps)
 
-    def prepare(self, q_BHTD: Tensor, k_BKTD: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+    def prepare(self, q_BHTD: Tensor, k_BKTD: Tensor, rope: Rotate) -> tuple[Tensor, Tensor]:
         return super().prepare(self.q_norm(q_BHTD), self.k_norm(k_BKTD), rope)
 
 

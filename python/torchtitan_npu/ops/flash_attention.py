@@ -63,18 +63,29 @@ def flash_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents: D
 
 
 def check_attention_arguments(
-    caller: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents: Documents | None
+    caller: str,
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    documents: Documents | None,
+    *,
+    earlier_keys: int = 0,
 ) -> None:
-    """Raises ValueError where shapes do not belong together."""
+    """Raises ValueError where shapes do not belong together.
+
+    ``earlier_keys``: keys, S of them, begin as many positions before the T queries.
+    """
     B, H, T, D = q_BHTD.shape
-    K = k_BKTD.shape[1]
-    if k_BKTD.shape != (B, K, T, D) or v_BKTD.shape != k_BKTD.shape:
+    K = k_BKSD.shape[1]
+    if k_BKSD.shape != (B, K, earlier_keys + T, D) or v_BKSD.shape != k_BKSD.shape:
         raise ValueError(
-            f"{caller}: q {tuple(q_BHTD.shape)}, k {tuple(k_BKTD.shape)} and v {tuple(v_BKTD.shape)} do not belong "
+            f"{caller}: q {tuple(q_BHTD.shape)}, k {tuple(k_BKSD.shape)} and v {tuple(v_BKSD.shape)} do not belong "
             "together; k and v must be [B, K, T, D] with the B, T and D of q [B, H, T, D]"
         )
     if K == 0 or H % K != 0:
         raise ValueError(f"{caller}: {H} query heads cannot share {K} key/value heads; {K} must divide {H}")
+    if documents is not None and earlier_keys:
+        raise ValueError(f"not supported: {caller} inside documents with {earlier_keys} more keys than queries")
     if documents is not None and documents.ids_BT.shape != (B, T):
         raise ValueError(
             f"{caller}: documents of a batch {tuple(documents.ids_BT.shape)} do not fit q {tuple(q_BHTD.shape)}; they "
