@@ -62,6 +62,7 @@ def test_two_ranks(make_workspace: Callable[..., Workspace]) -> None:
     assert snippet == {"parallel": {"bucket_cap_mb": None if recommended == "none" else float(recommended)}}
     assert f"recommended: {recommended}; " in result.stdout
     assert "all 2 layers" in result.stdout
+    assert "for the hints of later runs of this model on as many ranks" in result.stdout
 
     fabric = rows_of(out / "fabric.csv")
     assert {row["operation"] for row in fabric} == {"gather", "reduce"}
@@ -83,7 +84,7 @@ def test_one_process(make_workspace: Callable[..., Workspace]) -> None:
     work = make_workspace("one")
     result = tune(work, "--caps", "0.02", "--steps", "1", ranks=1)
     assert result.returncode == 0, result.stderr
-    assert "recommended: 0.02; " in result.stdout
+    assert "recommended: 0.02; " in result.stdout and "hints of later runs" not in result.stdout
     (row,) = rows_of(work.root / "out" / "tune.csv")
     assert (row["sent_bytes"], row["recommended"], row["ratio_to_fastest"]) == ("0", "1", "1.0")
     assert not (work.root / "out" / "fabric.csv").exists()

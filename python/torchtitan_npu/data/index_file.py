@@ -28,6 +28,7 @@ import xxhash
 
 from torchtitan_npu.data.errors import DataError
 from torchtitan_npu.data.tokenizer_mark import TokenizerMark, read_mark
+from torchtitan_npu.launch.cache import cache_directory
 
 BIN_HEADER_BYTES = 64
 IDX_HEADER_BYTES = 4096
@@ -86,12 +87,8 @@ def map_offsets(file: FileIndex) -> npt.NDArray[np.int64]:
 def index_locations(source: Path) -> list[tuple[Path, Path]]:
     """(idx, bin) next to the source, then in the cache directory."""
     real = os.path.realpath(source)
-    base = os.environ.get("TORCHTITAN_NPU_CACHE")
-    if not base:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        base = os.path.join(home, "torchtitan_npu")
     unique = hashlib.blake2b(os.fsencode(real), digest_size=8).hexdigest()
-    stems = (real, os.path.join(base, f"{os.path.basename(real)}.{unique}"))
+    stems = (real, os.path.join(cache_directory(), f"{os.path.basename(real)}.{unique}"))
     return [(Path(stem + ".idx"), Path(stem + ".bin")) for stem in stems]
 
 

@@ -6,6 +6,7 @@ import torch
 
 from torchtitan_npu.config import Config, match_parameter_groups, validate_world
 from torchtitan_npu.models import build_model
+from torchtitan_npu.planning.bucket_hints import bucket_cap_hints
 from torchtitan_npu.planning.memory import estimate_memory, format_bytes, memory_kinds, plan_fsdp
 
 _COLUMNS = "{:<24} {:>16} {:>9}"
@@ -27,6 +28,7 @@ def dry_run(cfg: Config, world_size: int) -> str:
     training = cfg.training
     sequences = training.batch_size * degrees.dp * training.gradient_accumulation_steps
     tokens = sequences * training.seq_len
+    on_npu = cfg.parallel.device == "npu"
     lines = [
         f"model {cfg.model.name}, {cfg.parallel.dtype}, strategy {cfg.parallel.strategy}, world size {world_size}"
         + (f" = {degrees.dp} data-parallel x {degrees.tp} tensor-parallel ranks" if degrees.tp > 1 else ""),
@@ -36,6 +38,7 @@ def dry_run(cfg: Config, world_size: int) -> str:
         *(_replicated(cfg) if cfg.parallel.strategy == "ddp" else _sharded(cfg, world_size)),
         "",
         *_memory(cfg, world_size),
+        *(f"\nhint: {hint}" for hint in bucket_cap_hints(cfg, world_size, "npu" if on_npu else "cpu")),
     ]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from torchtitan_npu.launch import (
     together,
 )
 from torchtitan_npu.planning.fabric import Fabric, measure_fabric, probe_sizes
+from torchtitan_npu.planning.measured_caps import remember
 from torchtitan_npu.planning.memory import estimate_memory, format_bytes, optimizer_state_bytes, plan_fsdp
 from torchtitan_npu.planning.options import fsdp_options
 from torchtitan_npu.planning.process_memory import available_bytes
@@ -83,6 +85,7 @@ def _run(cfg: Config, args: TuneArgs, env: Environment, make_trial: MakeTrial) -
             "through torchrun"
         )
     together(lambda: args.output_dir.mkdir(parents=True, exist_ok=True) if env.rank == 0 else None)
+    configured = cfg
     cfg, layers_note = _fit(cfg, env)
     logger.info(
         "tuning %s on %d rank(s): %s; %d caps x %d timed steps of %d micro-batch(es) of %d x %d tokens",
@@ -121,9 +124,24 @@ def _run(cfg: Config, args: TuneArgs, env: Environment, make_trial: MakeTrial) -
             plan = plan_fsdp(_with_cap(cfg, candidate.cap_mb, dp_degree=-1), ranks)
             predictions.append(predict(candidate, fabric, plan, planned_traffic(plan, micro_batches), ranks))
     if env.rank == 0:
-        report(cfg, candidates, recommend(candidates), fabric, predictions, layers_note, args.output_dir)
+        recommendation = recommend(candidates)
+        _keep(configured, env.world_size, candidates, recommendation.candidate)
+        report(cfg, candidates, recommendation, fabric, predictions, layers_note, args.output_dir)
     gather_rows([0.0])  # no rank leaves while another may still need it
     return 0
+
+
+def _keep(cfg: Config, world_size: int, candidates: list[Candidate], best: Candidate) -> None:
+    """For the hints of runs of ``cfg``; a single cap has nothing to be compared with."""
+    if len(candidates) == 1:
+        return
+    slowdowns = {c.cap_mb: statistics.median(c.measured.ratios_to(best.measured)) for c in candidates}
+    try:
+        path = remember(cfg, world_size, "cpu", best.cap_mb, slowdowns)
+    except OSError as error:
+        logger.warning("later runs cannot hint at these caps, which could not be kept: %s", error)
+        return
+    logger.info("kept in %s for the hints of later runs of this model on as many ranks of this machine", path)
 
 
 def _with_cap(cfg: Config, cap_mb: float | None, **parallel: Any) -> Config:

@@ -15,6 +15,7 @@ from torchtitan_npu.launch import Environment, gather_texts, once_per_machine, r
 from torchtitan_npu.launch.simulated import is_simulated
 from torchtitan_npu.launch.waiting import Report
 from torchtitan_npu.planning import MemoryEstimate
+from torchtitan_npu.planning.bucket_hints import bucket_cap_hints
 from torchtitan_npu.planning.hints import memory_hints
 from torchtitan_npu.planning.memory import format_bytes, on_device
 from torchtitan_npu.train.memory import capacity_bytes
@@ -148,7 +149,8 @@ def log_header(
     # The CPU's memory is for all ranks of the machine.
     capacity = capacity_bytes(device) // (env.local_world_size if device.type == "cpu" else 1)
     logger.info("%s, of %s", memory.describe(), format_bytes(capacity))
-    for hint in memory_hints(on_device(cfg, device.type), env.world_size, memory, capacity):
+    hints = memory_hints(on_device(cfg, device.type), env.world_size, memory, capacity)
+    for hint in [*hints, *bucket_cap_hints(cfg, env.world_size, device.type)]:
         logger.info("hint: %s", hint)
 
 
