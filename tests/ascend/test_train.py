@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from launch import report, run_ranks
 from ports import free_port
-from simulated import HERE, ROOT, simulator_environment
+from simulated import HERE, ROOT, Run, simulator_environment
 
 # Relative difference of a step's loss. fp32 differs in the order of sums; the others round at other places.
 TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2, "fp16": 2e-3}
@@ -126,6 +126,37 @@ def test_planned_memory_is_what_tensors_take(
     planned = json.loads((tmp_path / "logs" / "plan.json").read_text())["memory_bytes"]["total"]
     last = json.loads((tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["mem_allocated_bytes"] == pytest.approx(planned, rel=0.05)
+
+
+def test_moments_on_the_host_stay_page_locked_through_a_load(run_well: Run) -> None:
+    """With pageable ones every copy to the card would be waited for."""
+    run_well(
+        """
+        import torch, torch_npu, torch.distributed as dist
+        from torchtitan_npu import FSDP
+        from torchtitan_npu.checkpoint.tensors import collect, distribute, initialize_optimizer_state
+        from torchtitan_npu.train.stored_moments import StoredMomentsAdamW
+
+        torch.npu.set_device(0)
+        dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
+        model = FSDP(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).npu())
+        optimizer = StoredMomentsAdamW(
+            model.parameters(), dtype=torch.float32, on_host=True, seed=0, lr=0.1, betas=(0.9, 0.99), fused=True
+        )
+        initialize_optimizer_state(optimizer)
+        model(torch.ones(2, 8, device="npu")).sum().backward()
+        optimizer.step()
+        before = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        tensors = collect(model, optimizer, sharded=True)
+        distribute(tensors, model, optimizer, sharded=True)
+        states = list(optimizer.state.values())
+        assert len(states) == 4
+        for state, moment in zip(states, before):
+            assert torch.equal(state["exp_avg"], moment) and moment.abs().sum() > 0
+            moments = [state["exp_avg"], state["exp_avg_sq"]]
+            assert all(moment.device.type == "cpu" and moment.is_pinned() for moment in moments)
+        """
+    )
 
 
 # What goes wrong on rank 1 in the middle of training; what its own log must say, and what rank 0's.

@@ -135,3 +135,13 @@ def test_averages() -> None:
 def test_recomputation(communicator: str, prefetch: int, mode: Any) -> None:
     pair = Pair(sequence=True, activation_checkpointing=mode, communicator=communicator, prefetch=prefetch)
     pair.train(2)
+
+
+@on_ranks(4)
+def test_the_start_up_line_counts_the_whole_model() -> None:
+    pair = Pair()
+    whole = sum(p.numel() for p in pair.plain.parameters())
+    plan = pair.model._fsdp_state.plan
+    # Of each layer's matrices, biases of `up` included, half; norms, embedding, head and the bias of `out` whole.
+    halved = 2 * (4 * DIM * DIM + 3 * DIM * FFN + FFN)
+    assert f"FSDP: {whole:,} parameters ({whole - halved // 2:,} on this tensor-parallel rank) in" in plan.describe()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.train.memory import memory_capacity_bytes, peak_resident_bytes
+from torchtitan_npu.planning import process_memory
+from torchtitan_npu.planning.process_memory import available_bytes, capacity_bytes, peak_resident_bytes
 from torchtitan_npu.train.metrics import (
     MetricsWriter,
     StepMetrics,
@@ -110,4 +111,29 @@ def test_memory_is_measured() -> None:
     before = peak_resident_bytes()
     block = bytearray(64 * 1024**2)
     assert peak_resident_bytes() >= before
-    assert len(block) < peak_resident_bytes() <= memory_capacity_bytes()
+    assert len(block) < peak_resident_bytes() <= capacity_bytes()
+
+
+@pytest.mark.parametrize(
+    ("files", "limit", "left"),
+    [
+        ({"memory.max": "max", "memory.current": "5"}, None, None),
+        ({"memory.max": "1000", "memory.current": "400"}, 1000, 600),
+        ({"memory.max": "1000", "memory.current": "1200"}, 1000, 0),
+        ({"memory/memory.limit_in_bytes": "900", "memory/memory.usage_in_bytes": "100"}, 900, 800),
+        ({"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "100"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_a_cgroup_limits_memory(
+    files: dict[str, str], limit: int | None, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit, or with one above the RAM of 64 MiB, of which 32 are left, those are what there is."""
+    (tmp_path / "meminfo").write_text("MemTotal:  65536 kB\nMemFree:  1 kB\nMemAvailable:  32768 kB\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(process_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(process_memory, "_CGROUP", tmp_path)
+    assert capacity_bytes() == (64 * 1024**2 if limit is None else limit)
+    assert available_bytes() == (32 * 1024**2 if left is None else left)

@@ -132,8 +132,10 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         param = by_name.get(name)
         if param is None:
             raise ValueError(f"the saved optimizer state has '{name}', which is no parameter of this model")
+        held = optimizer.state.get(param.sharded, {})
         optimizer.state[param.sharded] = {
-            key: _unwrap(state, param, f"{name}.{key}", value, key in elementwise) for key, value in values.items()
+            key: _copy(_unwrap(state, param, f"{name}.{key}", value, key in elementwise), held.get(key))
+            for key, value in values.items()
         }
 
 
@@ -158,5 +160,14 @@ def _unwrap(state: FSDPState, param: ShardedParam, key: str, value: Any, element
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Piece) or value.dim() > 0 or (elementwise and not param.whole_shape):
-        return local_part(state, param, key, value, None).clone()
+        return local_part(state, param, key, value, None)
+    return value
+
+
+def _copy(value: Any, held: Any) -> Any:
+    """A copy of what was saved, in page-locked host memory where ``held``, which it replaces, lies there."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(held, torch.Tensor) and held.device.type == "cpu" and held.is_pinned():
+        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
     return value.clone()

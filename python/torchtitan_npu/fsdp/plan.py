@@ -73,7 +73,7 @@ class FSDPPlan:
     prefetch: int
     """Units gathered ahead of use, in forward and in backward."""
     num_parameters: int
-    """Elements of all parameters, tied ones once."""
+    """Elements of all parameters, tied ones once; of DTensors those of the local tensor."""
     num_buckets: int
     padding_fraction: float
     parameter_bytes: int
@@ -94,6 +94,11 @@ class FSDPPlan:
     module_units: tuple[Unit, ...]
 
     @property
+    def whole_parameters(self) -> int:
+        """Elements of all parameters over all ranks: those of DTensors whole."""
+        return sum(info.numel if info.layout is None else info.layout.whole_shape.numel() for info in self.params)
+
+    @property
     def arena_bytes(self) -> int:
         """Gather, reduce and staging memory together: the peak extra bytes of training."""
         return self.gather_bytes + self.reduce_bytes + self.staging_bytes
@@ -103,8 +108,10 @@ class FSDPPlan:
         cap = "none" if self.bucket_cap_mb is None else f"{self.bucket_cap_mb:g} MiB"
         ranks = f"{self.world_size} ranks" if self.replicas == 1 else f"{self.replicas} x {self.world_size} ranks"
         staging = "" if self.replicas == 1 else f", between replicas {_mib(self.staging_bytes)}"
+        whole = self.whole_parameters
+        here = "" if whole == self.num_parameters else f" ({self.num_parameters:,} on this tensor-parallel rank)"
         return (
-            f"FSDP: {self.num_parameters:,} parameters in {len(self.units)} units and {self.num_buckets} buckets "
+            f"FSDP: {whole:,} parameters{here} in {len(self.units)} units and {self.num_buckets} buckets "
             f"(cap {cap}), prefetch {self.prefetch}, "
             f"{ranks}, padding {100 * self.padding_fraction:.3f} %; per rank "
             f"{_mib(self.parameter_bytes)} "

@@ -1,4 +1,4 @@
-"""What the kernel says about memory: of this process, and what is left on this machine."""
+"""What the kernel says about memory: of this process, and of this machine or the cgroup that it may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current"),  # version 2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+)
 
 
 def reset_peak() -> bool:
@@ -23,19 +28,31 @@ def peak_resident_bytes() -> int:
     return _kib_field(_STATUS, "VmHWM:")
 
 
+def capacity_bytes() -> int:
+    """What the processes of this machine may use together: the cgroup's limit, or the RAM if that is less."""
+    return min([_kib_field(_MEMINFO, "MemTotal:"), *(limit for limit, _ in _cgroup_limits())])
+
+
 def available_bytes() -> int:
     """What new processes of this machine can still take: MemAvailable, or what the cgroup leaves if that is less."""
-    available = _kib_field(Path("/proc/meminfo"), "MemAvailable:")
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.is_file() and used.is_file():
-        text = limit.read_text().strip()
-        if text.isdecimal():  # "max" is no limit
-            available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
+    left = [max(0, limit - used) for limit, used in _cgroup_limits()]
+    return min([_kib_field(_MEMINFO, "MemAvailable:"), *left])
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """Limit and use in bytes, of the cgroups that have a limit."""
+    found = []
+    for limit_name, used_name in _LIMITS:
+        limit, used = _CGROUP / limit_name, _CGROUP / used_name
+        if limit.is_file() and used.is_file():
+            text = limit.read_text().strip()
+            if text.isdecimal():  # version 2 says "max" for no limit, version 1 a huge number
+                found.append((int(text), int(used.read_text())))
+    return found
 
 
 def _kib_field(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{path} has no line {name}")
+    _, found, rest = f"\n{path.read_text()}".partition(f"\n{name}")  # without a list of lines: every step asks
+    if not found:
+        raise RuntimeError(f"{path} has no line {name}")
+    return int(rest.split(None, 1)[0]) * 1024
