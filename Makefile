@@ -147,7 +147,7 @@ $(TITAN_VENV)/.torchtitan:
 test-titan: $(SIMULATOR)/.built $(NPU_VENV)/.package $(TITAN_VENV)/.torchtitan ## train PyPI's torchtitan on simulated Ascend cards (2.6 GB of packages)
 	TT_TITAN_PYTHON=$(abspath $(TITAN_VENV))/bin/python OMP_NUM_THREADS=1 $(NPU_BIN)/python -m pytest tests/ascend/test_torchtitan.py $(ARGS)
 
-BENCHMARKS := collectives fsdp_step train_step bucket_cap memory host_cost planning checkpoint data_prepare data generate
+BENCHMARKS := collectives fsdp_step train_step bucket_cap memory host_cost planning checkpoint data_prepare data generate trainer_overhead
 
 bench: $(VENV)/.package $(VENV)/.bench ## compare with DDP, FSDP1, FSDP2 and Gloo (long; ARGS=--quick is a smoke test)
 	mkdir -p work/bench

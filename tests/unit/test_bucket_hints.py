@@ -94,7 +94,7 @@ def test_what_was_measured_for_another_run_says_nothing(other: Config) -> None:
 
 def test_another_machine_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     remember(config(), 2, "cpu", 16.0, SLOWDOWNS)
-    monkeypatch.setattr(measured_caps, "_processor", lambda: "another one")
+    monkeypatch.setattr(measured_caps, "processor_name", lambda: "another one")
     assert recall(config(), 2, "cpu") is None
 
 
@@ -171,6 +171,8 @@ def test_nothing_to_hint_at() -> None:
     model = {"n_layers": 12, "dim": 512, "ffn_dim": 1376}
     assert hints(config(1000.0, model=model), 1) == []
     assert hints(config(1000.0, model=model, strategy="ddp")) == []
+    assert hints(config(1000.0, model=model, tp_degree=2), 2) == []  # nothing is sharded
+    assert len(hints(config(1000.0, model=model, tp_degree=2), 4)) == 1
 
 
 def test_the_plan_has_the_hints() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchtitan_npu.config import Config
+from torchtitan_npu.config import Config, validate_world
 from torchtitan_npu.planning.measured_caps import recall
 from torchtitan_npu.planning.memory import format_bytes, plan_fsdp
 from torchtitan_npu.planning.traffic import planned_traffic
@@ -38,7 +38,7 @@ def bucket_cap_hints(cfg: Config, world_size: int, device_type: str) -> list[str
     Args:
         device_type: where ranks train, as torch calls it.
     """
-    if cfg.parallel.strategy == "ddp" or world_size == 1:
+    if cfg.parallel.strategy == "ddp" or validate_world(cfg, world_size).shard == 1:
         return []
     measured = recall(cfg, world_size, device_type)
     if measured is None:

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,6 +16,7 @@ from typing import Any
 from torchtitan_npu.config import Config
 from torchtitan_npu.config.presets import family
 from torchtitan_npu.launch.cache import cache_directory
+from torchtitan_npu.launch.processor import processor_name
 
 logger = logging.getLogger(__name__)
 
@@ -101,20 +101,11 @@ def _key(cfg: Config, world_size: int, device_type: str) -> dict[str, Any]:
         "parallel": [parallel.strategy, parallel.tp_degree, parallel.dtype, parallel.reduce_dtype],
         "prefetch": [parallel.prefetch, parallel.reshard_after_forward],
         "world_size": world_size,
-        "device": f"{device_type}: {_processor()}",
+        # The cache may be on a disk that several kinds of machines share.
+        "device": f"{device_type}: {processor_name()}",
     }
 
 
 def _path(key: dict[str, Any]) -> Path:
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
     return cache_directory() / f"bucket_caps-{digest}.json"
-
-
-def _processor() -> str:
-    """The processor's name: the cache may be on a disk that several kinds of machines share."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
