@@ -61,7 +61,7 @@ class Bare:
         self.max_norm = cfg.training.max_grad_norm
         self.model = parallelize(cfg, trainer.device)
         self.optimizer = build_optimizer(self.model.module.named_parameters(), self.model.decayed, cfg)
-        loader = open_loader(cfg, trainer.args, trainer.env, degrees)
+        loader = open_loader(cfg, trainer.args, trainer.env, degrees, trainer.device)
         batches = [next(loader) for _ in range(pairs)]
         loader.close()
         valid = [count_valid_labels([batch], degrees) for batch in batches]
