@@ -180,26 +180,18 @@ def init_gloo(spec: dict[str, Any]) -> None:
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
-def cpu_model() -> str:
-    """The processor's name as the kernel gives it, or its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def machine() -> dict[str, str]:
     """What a number is worth nothing without: processor, cores, memory, PyTorch, date."""
     import torch
+
+    from torchtitan_npu.launch.processor import processor_name
 
     def yes(supported: bool) -> str:
         return "yes" if supported else "no"
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": cpu_model(),
+        "cpu": processor_name(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "bf16_matmul": yes(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
