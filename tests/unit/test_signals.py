@@ -29,7 +29,7 @@ def test_a_handler_of_pythons_is_restored(number: signal.Signals) -> None:
 def test_a_handler_that_python_does_not_know_is_restored(tmp_path: Path) -> None:
     """Twice, as where one process trains two times."""
     with (tmp_path / "traces").open("w+") as traces:
-        faulthandler.register(signal.SIGUSR1, file=traces)
+        faulthandler.register(signal.SIGUSR1, file=traces, all_threads=False)
         try:
             for times in (1, 2):
                 with StopSignals() as signals:
