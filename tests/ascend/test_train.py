@@ -48,7 +48,8 @@ def write_data(folder: Path) -> Path:
     [
         (1, "fsdp:fp32,ddp:bf16", "1"),
         (2, "fsdp:fp32,fsdp:bf16,fsdp:fp16,ddp:fp32,ddp:bf16,ddp:fp16", "2"),
-        (4, "fsdp:bf16,hsdp:bf16,fsdp:fp32:2,hsdp:bf16:2", "3"),
+        (4, "fsdp:bf16,hsdp:bf16", "3"),
+        (4, "fsdp:fp32:2,hsdp:bf16:2", "4"),
     ],
 )
 def test_losses_are_the_cpus(simulator: Path, tmp_path: Path, ranks: int, cases: str, delay: str) -> None:

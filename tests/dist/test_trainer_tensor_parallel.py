@@ -167,10 +167,10 @@ def test_variants_of_model_and_data(runs: Runs, recompute: Any) -> None:
         },
         "training": {"activation_checkpointing": recompute, "deterministic": True},
         "data": {"document_mask": True, "pack": False},
-        "validation": {"data_dir": runs.data, "interval": SAVED_AT, "max_samples": 23},
+        "validation": {"data_dir": runs.data, "interval": 2, "max_samples": 23},
     }
-    one = runs(f"one_{recompute}", 1, **sections)
-    four = runs(f"four_{recompute}", 4, tp=2, parallel={"bucket_cap_mb": 0.01}, **sections)
+    one = runs(f"one_{recompute}", 1, steps=4, **sections)
+    four = runs(f"four_{recompute}", 4, tp=2, steps=4, parallel={"bucket_cap_mb": 0.01}, **sections)
     assert_same_curve(four, one)
     held_out = [record["validation_loss"] for record in one["records"] if record["validation_loss"] is not None]
     assert len(held_out) == 2
