@@ -41,7 +41,8 @@ def run_ranks(
         )
         processes.append(
             subprocess.Popen(
-                [python, *(part.replace("{rank}", str(rank)) for part in command)],
+                # Unbuffered: programs that end by a signal or os._exit lose nothing that they have printed.
+                [python, "-u", *(part.replace("{rank}", str(rank)) for part in command)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
