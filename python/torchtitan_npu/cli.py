@@ -263,6 +263,7 @@ def _dry_run(config: Config, world_size: int | None, data_dir: str | None) -> in
 
 def _train(config: Config, run_args: RunArgs) -> int:
     from torchtitan_npu.launch import LaunchError, read_environment, reset_logging, setup_logging
+    from torchtitan_npu.launch.log import flush_output
 
     try:
         env = read_environment()
@@ -280,6 +281,7 @@ def _train(config: Config, run_args: RunArgs) -> int:
         return run(config, run_args)
     finally:
         reset_logging()
+        flush_output()
 
 
 def log_notes(config: Config) -> None:

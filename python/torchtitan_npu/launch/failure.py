@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchtitan_npu.launch.distributed import PeerFailureError, announce_failure, announced_failure, first_line
 from torchtitan_npu.launch.environment import Environment
+from torchtitan_npu.launch.log import flush_output
 from torchtitan_npu.launch.npu_errors import explain_codes, is_collective_failure, own_card_failure
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,5 @@ def _from_collective(error: Exception) -> bool:
 
 def _exit_at_once(status: int) -> None:
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(status)

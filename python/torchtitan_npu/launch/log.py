@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,16 @@ def reset_logging() -> None:
         handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr, at the end of a process. Where a terminal or pipe has gone, what is left is dropped.
+
+    Such a stream leads nowhere afterwards: Python flushes again when it ends, and where that fails its status is 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
