@@ -309,7 +309,9 @@ def write_png(
         axes.set_ylim(bottom=10 ** math.floor(math.log10(smallest)))
     facts = machine()
     figure.suptitle(title, fontsize=11)
-    axes.set_title(f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, {facts['date']}", fontsize=8)
+    axes.set_title(
+        f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, {facts['date']}", fontsize=8, loc="left"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -52,6 +52,11 @@ def _generate(args: argparse.Namespace) -> None:
             )
         name = str(beside)
     tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > cfg.vocab_size:
+        cli.say(
+            f"warning: tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}: unless "
+            "the model was trained with it, what follows is noise\n"
+        )
     prompt = _encode(tokenizer, args.prompt, cfg.vocab_size)
     if not 0 < len(prompt) < cfg.max_seq_len:
         raise DataError(

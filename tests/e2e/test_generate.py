@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from torchtitan_npu import cli
 from torchtitan_npu.models import Llama
@@ -60,6 +62,16 @@ def test_it_says_what_it_has_learnt(trained: Workspace, capsys: pytest.CaptureFi
     assert outs[0] == outs[1] != outs[2]
     first, second = outs[0].removeprefix("--- 1 of 2\n").split("--- 2 of 2\n")
     assert first != second and first.startswith("the quick brown ")
+
+
+def test_a_tokenizer_of_more_ids_than_the_model(
+    trained: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It cannot be the one of training, and its first ids would pass for the model's."""
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({f"w{i}": i for i in range(400)}, unk_token="w0")).save(str(path))
+    assert run(trained, "--tokenizer", path, "--prompt", "w7", "--max_new_tokens", 1) == 0
+    assert f"warning: tokenizer {path} has 400 ids, the model 320: " in capsys.readouterr().err
 
 
 def test_a_model_without_a_cache_says_the_same(
